@@ -31,7 +31,7 @@ from benchmarks.figure import Figure
 from benchmarks.random_models import random_models
 from benchmarks.spirals import spirals
 from sensli import __version__
-from sensli.errors import SensliError, one_of
+from sensli.errors import SensliError, unknown_choice
 from sensli.text.files import check_writable, write_bytes
 from sensli.text.records import dumps as strict_json
 from sensli.text.tables import text_table
@@ -64,7 +64,7 @@ def run_benchmarks(only: Sequence[str] | None, out: Path) -> list[Figure]:
     """Run the benchmarks one after another, print a table as they come, write all of them as JSON."""
     for name in only or ():
         if name not in BENCHMARKS:
-            raise SensliError(one_of("benchmark", name, BENCHMARKS))
+            raise SensliError(unknown_choice("benchmark", name, BENCHMARKS))
     check_writable(out)
     figures: list[Figure] = []
     for name in only or BENCHMARKS:

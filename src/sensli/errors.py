@@ -69,13 +69,13 @@ class MissingExtra(SensliError):
     """A feature needs a package that is not installed."""
 
 
-def one_of(what: str, given: object, known: Iterable[str]) -> str:
+def unknown_choice(what: str, given: object, known: Iterable[str]) -> str:
     """The text for a name that is not in a registry; the known names come from the registry itself."""
     names = ", ".join(repr(name) for name in known)
     return f"unknown {what} {given!r}. Known: {names}."
 
 
-def brief(value: object, length: int = 40) -> str:
+def brief_text(value: object, length: int = 40) -> str:
     """A value from a file as an error text can show it: on one line, in plain characters, not long."""
     try:
         shown = " ".join(ascii(value).split())

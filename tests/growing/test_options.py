@@ -16,7 +16,7 @@ from models import batches, cnn, deep, fnn, images, loss_fn, points, residual, u
 from sensli import Grower, Merits, Rates, Site, Sites, find_sites, measure, undo
 from sensli.growing.looking import Sensli
 from sensli.growing.options import OF_STRATEGIES, Options, StrategyOptions
-from sensli.growing.strategy import STRATEGIES, Strategy, class_of
+from sensli.growing.strategy import STRATEGIES, Strategy, strategy_class
 from sensli.growing.triggers import At, Every, Limit, TriggerContext
 from sensli.merits.merits import BY_MERIT, SELECTIONS, Merit
 from sensli.text.commands import GROW
@@ -327,7 +327,7 @@ class Asked:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_an_option_that_the_strategy_does_not_use_is_refused_with_those_that_it_uses(name: str) -> None:
-    kind = class_of(name)
+    kind = strategy_class(name)
     assert GIVEN.keys() == OF_STRATEGIES and kind.takes <= OF_STRATEGIES
     for option, value in GIVEN.items():
         level = {"confidence": 0.9} if option == "tolerance" and "confidence" in kind.takes else {}
@@ -346,11 +346,11 @@ def test_an_option_that_the_strategy_does_not_use_is_refused_with_those_that_it_
             assert all(used in str(told.value) for used in kind.takes)
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if not issubclass(class_of(name), Sensli)])
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if not issubclass(strategy_class(name), Sensli)])
 def test_what_a_strategy_says_that_it_takes_is_what_it_reads(name: str) -> None:
     asked: Any = Asked(Options(trigger=At(1), strategy=name))
-    class_of(name).made(asked)
-    assert asked.read & OF_STRATEGIES == class_of(name).takes
+    strategy_class(name).made(asked)
+    assert asked.read & OF_STRATEGIES == strategy_class(name).takes
 
 
 def test_what_is_about_layers_or_units_is_refused_where_these_do_not_grow() -> None:
@@ -380,7 +380,7 @@ def test_an_initialization_is_of_what_grows() -> None:
 
 def test_a_strategy_grows_what_it_says() -> None:
     for name in STRATEGIES:
-        grows = class_of(name).grows
+        grows = strategy_class(name).grows
         assert Options(trigger=At(1), strategy=name).what == grows[0]
         for grow in GROW:
             if grow in grows:
@@ -396,7 +396,7 @@ def test_a_strategy_grows_what_it_says() -> None:
 def test_what_only_new_layers_can_have_is_refused_with_a_strategy_that_adds_units(name: str) -> None:
     model = deep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    grows = class_of(name).grows[0]
+    grows = strategy_class(name).grows[0]
     with pytest.raises(
         ValueError, match=f"^new_lr_factor must be None with strategy='{name}', which grows {grows}, got 0.5: "
     ):

@@ -21,7 +21,7 @@ from sensli import Grower, History, Rates, load_checkpoint, replay, save_checkpo
 from sensli.errors import SensliError
 from sensli.growing.stacking import StackBlocks
 from sensli.growing.triggers import At, Every, Limit
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 
 WIDTH = 4
 
@@ -432,7 +432,7 @@ def test_a_model_without_a_stack_says_so() -> None:
         SensliError, match=r"blocks\.3: its stack has 4 blocks, and spare=2 leaves out so many at each end"
     ):
         grower_of(made(), spare=2).sites()
-    assert "interleave" not in str(find_stacks(made(), X)[0])
+    assert "interleave" not in str(find_stack_copies(made(), X)[0])
 
 
 def test_wrong_arguments_are_refused_when_a_grower_is_made() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sensli.errors import brief
+from sensli.errors import brief_text
 
 JSON_VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 7, 2**31, -(2**70), 10**400, 1.5, -0.5, math.inf, -math.inf, math.nan, 1e308, "", "x", "0", "\ud800",
@@ -36,7 +36,7 @@ def altered(data: Any, draw: random.Random, values: list[Any]) -> tuple[Any, str
     path = draw.choice(_sampled(data))
     what = draw.choice(["replace"] * 6 + ["remove", "double", "add"])
     value = copy.deepcopy(draw.choice(values))
-    told = f"{what} {'/'.join(map(str, path))} {brief(value)}"
+    told = f"{what} {'/'.join(map(str, path))} {brief_text(value)}"
     return _changed(data, path, what, value), told
 
 

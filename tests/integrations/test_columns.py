@@ -22,7 +22,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from sensli.integrations import columns
-from sensli.integrations.columns import Features, TableReader, moments
+from sensli.integrations.columns import Features, TableReader, column_moments
 from sensli.integrations.fitting import FoldData, SparseRows, Stacked, train_on
 from sensli.integrations.sklearn import GrowingClassifier, GrowingRegressor, networks
 
@@ -366,7 +366,7 @@ def test_a_sample_of_weight_two_is_two_samples() -> None:
 
 def test_gaps_do_not_move_the_mean_and_have_an_input_of_their_own() -> None:
     values = np.array([[1.0], [3.0], [np.nan], [5.0]])
-    mean, scale = moments(values, np.ones(4))
+    mean, scale = column_moments(values, np.ones(4))
     assert mean == 3.0 and scale == pytest.approx(np.std([1, 3, 5]))
     inputs = Features(values, np.ones(4), [False], 1)(torch.tensor(values))
     assert inputs[2, 0] == 0 and inputs[2, 1] > 0 > inputs[0, 1]

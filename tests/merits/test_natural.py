@@ -215,7 +215,7 @@ def test_a_weight_that_something_else_uses_too_is_not_compared_with():
 
 def factored_of(x, g, samples=None) -> factors.Factored:
     sums = factors.sums_of(0, (g.T @ x)[None], factors.of_features(x), factors.of_features(g), samples or len(x))
-    return factors.factored(sums)[0]
+    return factors.factored_maps(sums)[0]
 
 
 def merit(x, g, samples=None) -> float:

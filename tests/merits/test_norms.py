@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from sensli.merits import spectrum
-from sensli.merits.norms import NORMS, choose, squared_norm
+from sensli.merits.norms import NORMS, choose_norm, squared_norm
 from sensli.moves.roles import Geometry
 
 NAMES = ("frobenius", "mean_square", "operator", "operator_l2", "operator_l1")
@@ -230,17 +230,17 @@ def test_random_state_and_gradient_are_left_alone() -> None:
 
 def test_registry_and_choice() -> None:
     assert tuple(NORMS) == NAMES
-    assert choose("auto", ["conv", "conv"]) == "operator"
-    assert choose("auto", ["conv", "linear"]) == "frobenius"
-    assert choose("auto", []) == "frobenius"
-    assert choose("operator_l1", ["linear"]) == "operator_l1"
+    assert choose_norm("auto", ["conv", "conv"]) == "operator"
+    assert choose_norm("auto", ["conv", "linear"]) == "frobenius"
+    assert choose_norm("auto", []) == "frobenius"
+    assert choose_norm("operator_l1", ["linear"]) == "operator_l1"
 
 
 def test_errors_name_what_is_known() -> None:
     with pytest.raises(
         ValueError, match=r"norm must be one of 'auto', 'frobenius', .*'operator_l1', 'natural', got 'spectral'"
     ):
-        choose("spectral", [])
+        choose_norm("spectral", [])
     with pytest.raises(ValueError, match=r"norm must be one of .*, got 'auto'"):
         squared_norm(torch.zeros(2, 2), "auto")
     with pytest.raises(ValueError, match=r"size \(4,\) has 1 entries.* 2 spatial axes"):

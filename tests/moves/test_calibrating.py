@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sensli import find_sites, grow, measure
-from sensli.merits.measuring import few
+from sensli.merits.measuring import first_of_batch
 from sensli.moves.width.gauge import directions
 from sensli.moves.width.replica import inputs_of
 
@@ -151,9 +151,12 @@ def test_what_rows_multiply_at_some_places_gives_what_the_layer_gives_there(
 
 def test_few_samples_of_a_batch() -> None:
     x, y = torch.arange(12).view(6, 2), torch.arange(6)
-    assert torch.equal(few((x, y), 4)[1], y[:4]) and len(few({"x": x, "scale": torch.tensor(2.0)}, 4)["x"]) == 4
+    assert (
+        torch.equal(first_of_batch((x, y), 4)[1], y[:4])
+        and len(first_of_batch({"x": x, "scale": torch.tensor(2.0)}, 4)["x"]) == 4
+    )
     graph = {"nodes": x, "edges": torch.zeros(2, 9).long()}  # edges would point to nodes that are not there
-    assert few(graph, 4) is graph
+    assert first_of_batch(graph, 4) is graph
 
 
 class OfMany(nn.Module):

@@ -14,7 +14,7 @@ from building import build, example_of
 from sensli import find_sites, insert
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules.running import tf32_note
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 
 
 def reasons(model: nn.Module, x: Tensor, **options: str) -> dict[str, str]:
@@ -112,7 +112,7 @@ def test_the_memory_layout_of_images_is_kept() -> None:
 def test_an_example_without_values() -> None:
     model, (x, _) = build("mlp")
     for example in (x.to("meta"), (x, x.to("meta"))):
-        for search in (find_sites, find_stacks):
+        for search in (find_sites, find_stack_copies):
             with pytest.raises(
                 BadExample, match=r"the example \(.*\) is on the meta device: it has shapes but no values"
             ):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import oracle
 from models import Block, alive, untouched
 from sensli import Sites, find_sites, insert, measure, undo
-from sensli.modules.running import run, tensors, undrawn
-from sensli.moves.stacking import find_stacks
+from sensli.modules.running import run, tensors, undraw_hooks
+from sensli.moves.stacking import find_stack_copies
 
 
 def module(forward: Callable[..., Any], **parts: Any) -> nn.Module:
@@ -50,7 +50,7 @@ def outputs(model: nn.Module, x: Any, training: bool = False) -> list[Tensor]:
         for m in model.modules()
         if type(m).__name__ != "Chain" and not any(m is part for g in grown for part in g.modules())
     ]
-    handles = [h for layer in grown for h in undrawn(layer)]
+    handles = [h for layer in grown for h in undraw_hooks(layer)]
     handles += [m.register_forward_pre_hook(lambda *_, n=n: torch.manual_seed(n) and None) for n, m in enumerate(own)]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(7)
@@ -834,7 +834,7 @@ def test_memory_that_runs_out_is_never_taken_for_a_place_that_does_not_fit(grow:
     blocks = nn.ModuleList(_Numbered(number) for number in range(2))
     model = module(forward, blocks=blocks, before=nn.Linear(4, 4), counted=_Counted(), head=nn.Linear(4, 2))
     model.before.requires_grad_(False)  # so that there is a real backward pass too
-    search: Any = find_stacks if grow == "stacks" else partial(find_sites, what=grow)
+    search: Any = find_stack_copies if grow == "stacks" else partial(find_sites, what=grow)
     x = points(2, 4)
     _Counted.calls, _Counted.at, _Counted.way = 0, -1, way
     found = search(model, x)

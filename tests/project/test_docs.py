@@ -16,7 +16,7 @@ from torch import nn
 
 import programs
 from sensli import Grower, triggers
-from sensli.growing.options import tell
+from sensli.growing.options import tell_log
 from sensli.surgery.record import Decision
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_what_the_loggers_of_others_get_is_the_size_after_the_growth() -> None:
         def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
 
     def log(look: Decision) -> None:
-        tell(Writer(), look)
+        tell_log(Writer(), look)
         numbers = [eval(line)(look) for line in lines]
         told[-1] += [each[name] for each in numbers for name in each if name.endswith("parameters")]
 

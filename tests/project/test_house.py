@@ -32,7 +32,7 @@ def lines(paths: list[Path]) -> int:
 
 def test_the_core_does_not_grow() -> None:
     """A bound on what there is to read: lower it when something goes."""
-    assert len(CORE) <= 140 and lines(CORE) <= 33_050 and lines(CORE + LAB) <= 44_400
+    assert len(CORE) <= 140 and lines(CORE) <= 33_500 and lines(CORE + LAB) <= 44_850
 
 
 def test_imports_are_a_small_part_of_what_one_reads() -> None:
@@ -62,14 +62,8 @@ ADJECTIVES = (
     "ready|reusable|same|spent|strict|told|unknown|when|whole"
 )
 NOUNS_AND_VERBS = {"digest", "markdown", "need", "shorten"}
-# Named otherwise as soon as nobody works on the files that have or use them.
-PENDING = {
-    "affordable", "alike", "around", "bare", "brief", "calibrated", "capable", "carried", "check", "check_hooks",
-    "class_of", "eager", "equal", "existing", "factored", "few", "filled", "find_stacks", "followed", "fresh",
-    "functional", "greedy", "imported", "inside", "largest", "mapped", "mirrored", "missing", "moments", "moved",
-    "named", "nearest", "numbered", "odd", "one_of", "ordered", "parts_of", "positive", "process_group", "proposed",
-    "remember", "sharpened", "shown", "undrawn", "unsharded", "unwrapped", "used", "whole",
-}  # fmt: skip
+# Read with what stands beside them: `checks.whole("steps", steps)`, `bare(model)`.
+READ_WITH = {"bare", "odd", "positive", "whole"}
 ENGINES = {"paper/cnn.py", "paper/stacked.py"}  # modules with the functions of the protocol `Engine`
 
 
@@ -88,7 +82,7 @@ def test_every_public_function_has_one_home() -> None:
     for name, where, _ in functions():
         if name not in ENTRIES and not (name in engine and where.removeprefix("sensli_lab/") in ENGINES):
             homes[name].append(where)
-    assert {name: where for name, where in homes.items() if len(where) > 1}.keys() <= PENDING
+    assert not {name: where for name, where in homes.items() if len(where) > 1}
 
 
 def test_functions_are_not_named_by_a_lone_participle_or_adjective() -> None:
@@ -98,7 +92,7 @@ def test_functions_are_not_named_by_a_lone_participle_or_adjective() -> None:
         manages = any(ast.unparse(each) == "contextmanager" for each in node.decorator_list)
         if not manages and re.fullmatch(rf"[a-z]+(ed|en|wn|est)|{ADJECTIVES}", name):
             lone.add(name)
-    assert lone - NOUNS_AND_VERBS <= PENDING
+    assert not lone - NOUNS_AND_VERBS - READ_WITH
 
 
 def network() -> nn.Module:

@@ -45,7 +45,7 @@ from sensli.growing.looking import Sensli
 from sensli.growing.options import Options
 from sensli.growing.triggers import At, Every, Limit, Plateau
 from sensli.merits.merits import compare_choices
-from sensli.merits.norms import choose, squared_norm
+from sensli.merits.norms import choose_norm, squared_norm
 from sensli.modules import checks
 from sensli.moves.roles import Geometry
 from sensli.page import page_data, read_history, write_page
@@ -173,7 +173,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Plateau": lambda s, **given: Plateau(**given),
     "Limit": lambda s, **given: Limit(**(given or {"depth": 3})),
     "squared_norm": lambda s, **given: squared_norm(**{"gradient": torch.ones(2, 2), "norm": "operator", **given}),
-    "choose": lambda s, **given: choose(**{"norm": "auto", "kinds": ["conv"], **given}),
+    "choose": lambda s, **given: choose_norm(**{"norm": "auto", "kinds": ["conv"], **given}),
     "Merits.per": lambda s, **given: s.merits.per(**{"cost": "flops", **given}),
     "compare_choices": lambda s, **given: compare_choices(**{"merits": s.merits, "count": 1, **given}),
     "History": lambda s, **given: History(**given),
@@ -618,7 +618,7 @@ def test_what_is_as_good_as_the_right_type_is_taken(setting: Setting) -> None:
     ],
 )
 def test_a_value_in_a_text_is_short(value: Any, text: str) -> None:
-    assert text in checks.shown(value) and len(checks.shown(value)) < 80
+    assert text in checks.show_value(value) and len(checks.show_value(value)) < 80
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ from sensli.modules.engines.all_or_nothing import Waiting
 from sensli.modules.engines.distributed import Together
 from sensli.moves.inserting import _KEPT
 from sensli.moves.sites import Sites
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 from sensli.moves.width.widening import _MADE
 from sensli.surgery.dead import find_dead, renew
 from sensli.surgery.rewinding import rewind
@@ -246,7 +246,9 @@ def growth_of(make: Callable[[], nn.Module], name: str, *, back: bool = False, *
     """One growth, or the undoing of one."""
     training = Training(make)
     finding = {key: options.pop(key) for key in ("what", "init") if key in options}
-    sites = find_stacks(training.model, X) if name == "copy" else find_sites(training.model, X, units=1, **finding)
+    sites = (
+        find_stack_copies(training.model, X) if name == "copy" else find_sites(training.model, X, units=1, **finding)
+    )
     site = next(site for site in sites if name in str(site))
     followers: dict[str, Any] = {"optimizer": training.optimizer, "scheduler": training.scheduler}
 

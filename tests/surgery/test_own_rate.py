@@ -19,7 +19,7 @@ from models import residual
 from schedules import EACH, KINDS, STEPS, Make, rates, state, step
 from sensli import Growth, History, find_sites, insert, load_checkpoint, save_checkpoint, undo
 from sensli.errors import OptimizerError, UnsupportedSite
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 
 AT = 6
 
@@ -196,7 +196,7 @@ def test_only_the_new_layer_trains_after_a_stack_was_copied() -> None:
     """A growth that made several modules is known by one record."""
     blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
     model, x = nn.Sequential(nn.Linear(3, 4), *blocks, nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
-    insert(model, find_stacks(model, x)[0])
+    insert(model, find_stack_copies(model, x)[0])
     growth = insert(model, find_sites(model, x)[0], freeze_rest=True)
     assert trains(model) == set(growth.parameters)
 

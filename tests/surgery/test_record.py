@@ -17,7 +17,7 @@ from recorded import BATCHES, X, Y, grow, make_model
 from sensli import Grower, History, find_sites, replay, triggers, undo
 from sensli.errors import HistoryError
 from sensli.growing import grower as grower_module
-from sensli.merits.merits import Merit, Merits, ordered
+from sensli.merits.merits import Merit, Merits, order_merits
 from sensli.page import page_data, write_page
 from sensli.surgery import record as record_module
 from sensli.surgery.outline import outline
@@ -73,7 +73,7 @@ def test_the_reason_tells_what_a_stack_competed_with() -> None:
     worth = {between[0]: 0.018, between[1]: 0.0002, between[2]: 0.0004, units: 0.001}
     found = [Merit(site, worth.get(site, 0.0001)) for site in sites]
     merits = Merits(found, norm="frobenius", batches=1)
-    (first, *_) = ordered("auto", merits, 1)
+    (first, *_) = order_merits("auto", merits, 1)
     assert first.site is units
     assert reason_of(merits, [first], select="auto", tau=0.0) == (
         "its merit, 1.0e-03, is the largest of those that compete (of the 4 sites between blocks only the middle one, "

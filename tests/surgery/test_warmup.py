@@ -35,7 +35,7 @@ from sensli import (
     undo,
 )
 from sensli.errors import CheckpointError, OptimizerError
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 from sensli.surgery.optimizers import WARMING, is_copy, unwrap_optimizer
 
 STEPS = 5  # of a warm-up
@@ -74,7 +74,7 @@ def copied_units(model: nn.Module) -> Site:
 
 
 def stack(model: nn.Module) -> Site:
-    return find_stacks(model, X)[0]
+    return find_stack_copies(model, X)[0]
 
 
 Move = Callable[[nn.Module], Site]

@@ -28,13 +28,13 @@ from sensli.checkpoint.states import (
     with_shards,
 )
 from sensli.checkpoint.storage import check_plain
-from sensli.errors import CheckpointError, WrongType, brief
+from sensli.errors import CheckpointError, WrongType, brief_text
 from sensli.growing.grower import Grower
 from sensli.modules import checks, random_state
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.grown import count_growths
-from sensli.modules.running import mapped, tensors, whole
+from sensli.modules.running import map_tensors, tensors, whole_tensor
 from sensli.modules.wrappers import bare, is_sharded
 from sensli.surgery.growth import replay
 from sensli.surgery.history import History, as_growths
@@ -111,7 +111,7 @@ def check_parts(content: Mapping[str, Any], path: Any) -> None:
     """Refuse a checkpoint with an error that names the part that is missing or of another kind."""
     for name, fine in _PARTS.items():
         if name not in content or not fine(content[name]):
-            what = f"was altered: it is {brief(content[name])}" if name in content else "is missing"
+            what = f"was altered: it is {brief_text(content[name])}" if name in content else "is missing"
             raise CheckpointError(f"the part {name!r} of {path} {what}. {storage.REMEDY}")
     if "shards" not in content and any(map(storage.is_missing, tensors(content))):
         raise CheckpointError(f"the part 'shards' of {path} is missing. {storage.REMEDY}")
@@ -178,7 +178,7 @@ def save_checkpoint(
         content = content_of(model, optimizer, scheduler, grower, history, extra)
         together.agree_on({"the number of tensors": sum(1 for _ in tensors(content))}, last=False)
         if not together.sharded:
-            content.update({part: mapped(content[part], whole) for part in ("model", "optimizers")})
+            content.update({part: map_tensors(content[part], whole_tensor) for part in ("model", "optimizers")})
         content["random"] = together.agree(random_state.capture())  # each rank's own, for dropout and the like
     with Together(model, "write a checkpoint") as together:
         if together.sharded:
@@ -243,7 +243,7 @@ def load_checkpoint(
             model: Any = checks.model("what make_model() returns", make_model())
             network = bare(replay(model, history))
             load_weights(network, content, path)
-            together.agree_on(numbered("growth", (growth.name for growth in history)), last=False)
+            together.agree_on(number_facts("growth", (growth.name for growth in history)), last=False)
             if wrap is not None:
                 model = wrap(model)
                 network = bare(model)

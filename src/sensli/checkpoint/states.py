@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from sensli.checkpoint import storage
-from sensli.errors import CheckpointError, brief
+from sensli.errors import CheckpointError, brief_text
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.running import distributed_like, empty_like, let_memory_through
 from sensli.modules.wrappers import own_parameters
@@ -67,9 +67,9 @@ def _check_group(group: Mapping[str, Any], ours: Mapping[str, Any], place: str, 
             _check_alike(value, ours[key], f"{key!r} of {place}")
         if key in GROUP_RATES:
             fine = _is_number(value) and math.isfinite(value) and (value >= 0 or ours[key] < 0)
-            _expect(fine, f"{key!r} of {place} is {brief(value)}, which is not a learning rate")
+            _expect(fine, f"{key!r} of {place} is {brief_text(value)}, which is not a learning rate")
         if key in ("foreach", "fused"):
-            _expect(value is None or isinstance(value, bool), f"{key!r} of {place} is {brief(value)}")
+            _expect(value is None or isinstance(value, bool), f"{key!r} of {place} is {brief_text(value)}")
 
 
 def _check_moments(
@@ -88,7 +88,7 @@ def _check_moments(
         _expect(not state or kept.keys() <= state.keys(), f"{place} lacks {sorted(kept.keys() - state.keys())}")
         for key, value in state.items():
             fine = _is_moment(value, kept.get(key), parameter)
-            _expect(fine, f"{key!r} in {place} is {brief(value)}, which does not fit {tuple(parameter.shape)}")
+            _expect(fine, f"{key!r} in {place} is {brief_text(value)}, which does not fit {tuple(parameter.shape)}")
 
 
 def _kept_entries(optimizer: Optimizer, group: Mapping[str, Any], few: bool) -> dict[str, str] | None:
@@ -144,7 +144,7 @@ def _check_alike(value: Any, like: Any, place: str) -> None:
         fine = isinstance(value, (list, tuple)) and len(value) == len(like)
     else:
         fine = isinstance(value, Mapping) or not isinstance(like, Mapping)
-    _expect(fine, f"{place} is {brief(value)}, where a new one has {brief(like)}")
+    _expect(fine, f"{place} is {brief_text(value)}, where a new one has {brief_text(like)}")
     if isinstance(like, (list, tuple)):
         for index, (part, its) in enumerate(zip(value, like, strict=True)):
             _check_alike(part, its, f"{place}[{index}]")
@@ -261,7 +261,7 @@ def load_scheduler(scheduler: Any, saved: Any) -> None:
         _expect(not missing, f"the state of {name} lacks {missing}")
         if "total_steps" in ours and "last_epoch" in saved:
             steps, total = saved["last_epoch"], saved["total_steps"]
-            _expect(type(total) is int and steps < total, f"{name} has taken {steps} of {brief(total)} steps")
+            _expect(type(total) is int and steps < total, f"{name} has taken {steps} of {brief_text(total)} steps")
     with loading(f"the state of {name}"):
         scheduler.load_state_dict(saved)
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sensli.errors import CheckpointError, SensliError
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.running import let_memory_through
 from sensli.surgery.warmup import SAVED
 from sensli.text.files import ABANDONED, replacing
@@ -255,7 +255,7 @@ def write_shards(path: str | os.PathLike[str], content: Mapping[str, Any], toget
 
     plain = {name: check_plain(value, name) for name, value in replace_tensors(content, take).items()}
     target = Path(os.path.realpath(path))
-    token = together.agree_on(numbered("shard", tensors), secrets.token_hex(8), last=False)[0]
+    token = together.agree_on(number_facts("shard", tensors), secrets.token_hex(8), last=False)[0]
     folder = target / f"{_START}{token}"
     try:
         if together.rank == 0:

@@ -23,7 +23,7 @@ from sensli.modules.siblings import Sibling, build_sibling
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site
 from sensli.surgery.growth import grow
-from sensli.text.commands import imported
+from sensli.text.commands import import_optional
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Described:
 
 def read_description(folder: Path, *, trust_remote_code: bool = False) -> Described:
     """Read what a model folder is, or raise with the reason why it is none that can be expanded."""
-    transformers = imported("transformers", "sensli expand", extra="transformers")
+    transformers = import_optional("transformers", "sensli expand", extra="transformers")
     path = folder / "config.json"
     if not folder.is_dir():
         raise ExpansionError(f"{folder} is not a folder. Give one that save_pretrained wrote, with config.json in it.")

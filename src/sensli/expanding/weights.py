@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensli.errors import ExpansionError, brief
+from sensli.errors import ExpansionError, brief_text
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 2**21  # bytes that are in memory at once: few enough for the cache of a processor
@@ -349,4 +349,4 @@ def parse_size(text: str) -> int:
                 break
             if number > 0:
                 return int(number * factor)
-    raise ExpansionError(f"shard size must be a number with KB, MB or GB (for example 5GB), got {brief(text)}.")
+    raise ExpansionError(f"shard size must be a number with KB, MB or GB (for example 5GB), got {brief_text(text)}.")

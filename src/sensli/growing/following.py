@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 from sensli.errors import MeasurementError
 from sensli.growing.looking import RememberedSites, trainable_sites
 from sensli.growing.options import Options
-from sensli.growing.uniform import parts_of, site_after
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.growing.uniform import parts_of_decision, site_after
+from sensli.merits.catching import LossFunction, scalar_loss, split_batch
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit
 from sensli.modules import random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing, Kept
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.grown import grown_modules
 from sensli.modules.running import count_samples, device_of, first_samples, run, to_device, untouched
 from sensli.modules.wrappers import bare
@@ -75,7 +75,7 @@ class Followers:
         grown: list[Growth] = []
         with AllOrNothing() as change:
             self.keep(change, model, history)
-            for part in parts_of(merit):
+            for part in parts_of_decision(merit):
                 site = site_after(part.site, [growth.site for growth in grown]) if grown else part.site
                 growth = grow(
                     model, site, optimizer=self.optimizer, scheduler=self.scheduler,
@@ -139,7 +139,7 @@ class Recycling:
         network = bare(model)
         widths = trainable_sites(network, self._search.sites(model, example), self._followers.optimizer, None)
         kept = list(widths) if inside is None else _made_by(network, widths, inside)
-        together.agree_on(numbered("width", kept), last=False)
+        together.agree_on(number_facts("width", kept), last=False)
         if not kept:
             return 0
         found = find_dead(model, kept, example, batches, together)
@@ -163,7 +163,7 @@ def first_input(model: nn.Module, batches: Iterable[Any]) -> tuple[Any, Iterable
         found = list(islice(iter(batches), 1))
     if not found:
         raise MeasurementError(EMPTY)
-    given, _ = split(found[0], 0, bare(model))
+    given, _ = split_batch(found[0], 0, bare(model))
     example = to_device(first_samples(given, 2, count_samples(given)), torch.device("cpu"))
     return example, chain(found, batches) if once else batches
 
@@ -190,7 +190,7 @@ def loss_of_some(model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction
     device = device_of(network)
     with random_state.kept(), random_state.kept_of_loader(batches), untouched(network), torch.no_grad():
         for index, batch in enumerate(islice(iter(batches), most)):
-            given, target = split(batch, index, network)
+            given, target = split_batch(batch, index, network)
             loss = scalar_loss(run(network, to_device(given, device)), to_device(target, device), loss_fn, index)
             size = count_samples(batch if isinstance(batch, dict) else batch[0])
             total, samples = total + loss.item() * size, samples + size

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from sensli.errors import BadExample, HistoryError, MeasurementError, MovedSite, SensliError, ZeroMerits
 from sensli.growing.following import Followers, Recycling, first_input, loss_of_some, reusable_batches
-from sensli.growing.looking import Room, Sizes, proposed
-from sensli.growing.options import ON_BLOCKS, Log, Options, Rates, StrategyOptions, Trial, leaves_open, tell
+from sensli.growing.looking import Room, Sizes, propose_sites
+from sensli.growing.options import ON_BLOCKS, Log, Options, Rates, StrategyOptions, Trial, leaves_open, tell_log
 from sensli.growing.price import CheckPrice
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
@@ -31,12 +31,12 @@ from sensli.merits.merits import LEAST, Merit, Merits
 from sensli.merits.probe import check_scaler
 from sensli.modules import checks
 from sensli.modules.engines.all_or_nothing import AllOrNothing
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.grown import grown_modules
 from sensli.modules.running import without_inference_mode
 from sensli.modules.wrappers import bare, is_sharded, own_parameters
 from sensli.moves.sites import Site, Sites, check_where
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 from sensli.surgery.averaging import Averaged
 from sensli.surgery.history import Growth, History, current_names
 from sensli.surgery.optimizers import Optimizers
@@ -102,7 +102,7 @@ def keep(
         record.decisions.append(look)
         if look.growths or look.parameters != record.drawn_parameters:  # or whoever undid a growth meanwhile
             keep_drawing(record, call, network)
-        tell(options.log, look)
+        tell_log(options.log, look)
         if hint := hint_of(record.decisions, options):
             warnings.warn(hint, stacklevel=4)  # at the call of `step`
 
@@ -253,7 +253,7 @@ class Call:
         """What the sites that fit are worth; if there is nothing to choose from, the reason."""
         sites = batches.sites if isinstance(batches, Watching) else self._proposed()
         room = Room.of(sites, self.options, self._context)
-        self.together.agree_on(numbered("site", room.fitting), last=False)
+        self.together.agree_on(number_facts("site", room.fitting), last=False)
         if not room.fitting:
             return Looked(room, reason=room.why_none)
         try:
@@ -268,12 +268,12 @@ class Call:
         return Looked(room, merits, kept=self.strategy.keeps_function())
 
     def _proposed(self) -> Sites:
-        return proposed(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
+        return propose_sites(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
 
     def _decide(self, merits: Merits) -> list[Merit]:
         """The merits whose sites the strategy would take, in that order; the same on all ranks."""
         sites = self.strategy.choose(merits, self._context)
-        self.together.agree_on(numbered("choice", sites), last=False)
+        self.together.agree_on(number_facts("choice", sites), last=False)
         known = {id(merit.site): merit for merit in merits}
         return [known[id(site)] for site in sites]
 
@@ -668,7 +668,7 @@ class Grower:
         change.on_failure(partial(self._become, self.options, self._strategy, self._watching, self._on_blocks, True))
         self._open = False
         try:
-            on_blocks = bool(find_stacks(self.model, self._example))
+            on_blocks = bool(find_stack_copies(self.model, self._example))
         except SensliError:  # the check says what is wrong
             on_blocks = False
         if on_blocks:
@@ -746,7 +746,7 @@ class Grower:
             )
         with without_inference_mode(), AllOrNothing() as change, Together(sharded, "find sites") as together:
             self._settle(change)
-            sites = proposed(self._strategy, self.model, self._example, self._followers.optimizer, self.options)
+            sites = propose_sites(self._strategy, self.model, self._example, self._followers.optimizer, self.options)
             together.agree()
         return sites
 

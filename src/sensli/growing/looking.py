@@ -18,7 +18,7 @@ from sensli.errors import OptimizerError, SensliError
 from sensli.growing.options import OF_STACKS, OF_STRATEGIES, Options
 from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
-from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of
+from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of_decision
 from sensli.merits.catching import LossFunction
 from sensli.merits.importance import measure_importance
 from sensli.merits.measuring import measure
@@ -26,7 +26,7 @@ from sensli.merits.merits import LEAST, Merit, Merits, choose_sites, is_control
 from sensli.modules.engines.distributed import Together
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.flops import count_flops
-from sensli.modules.running import mapped, noting, tensors, untouched, without_autocast
+from sensli.modules.running import map_tensors, noting, tensors, untouched, without_autocast
 from sensli.modules.wrappers import bare, is_sharded, own_parameters
 from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
@@ -98,7 +98,7 @@ def fingerprint(model: nn.Module) -> list[Any]:
 
 
 @without_autocast()
-def proposed(strategy: Strategy, model: nn.Module, example: Any, optimizer: Optimizers, options: Options) -> Sites:
+def propose_sites(strategy: Strategy, model: nn.Module, example: Any, optimizer: Optimizers, options: Options) -> Sites:
     """The sites that a strategy proposes and that something would train; an error with the reasons if there are none."""
     sites = trainable_sites(bare(model), strategy.propose(model, example), optimizer, options.rates.group)
     if not sites:
@@ -114,7 +114,7 @@ def trainable_sites(
 ) -> Sites:
     """The sites that the optimizer could follow to; the others are skipped with the reason."""
     kept, skipped = [], list(sites.skipped)
-    for site in (part.site for each in sites for part in parts_of(Merit(each, 0.0))):
+    for site in (part.site for each in sites for part in parts_of_decision(Merit(each, 0.0))):
         try:
             check_joining(network, site, optimizer, group)
         except OptimizerError as error:
@@ -288,7 +288,7 @@ class Blind:
 
     def __call__(self, output: Any, target: Any) -> Tensor:
         if self._seen is None:
-            self._seen = mapped(output, _mean), target
+            self._seen = map_tensors(output, _mean), target
         return self._loss_fn(output, target)
 
     def loss(self, network: nn.Module, above: float) -> float | None:
@@ -301,7 +301,7 @@ class Blind:
         for factor in (1.0, 0.0) if self._seen is not None else ():
             # Only a limit depends on it, so a loss function may fail on such an output.
             with suppress(Exception), torch.no_grad(), untouched(network):
-                value = float(self._loss_fn(mapped(means, partial(_times, factor=factor)), target))
+                value = float(self._loss_fn(map_tensors(means, partial(_times, factor=factor)), target))
                 found += [value] if above < value < math.inf else []
         return min(found, default=None)
 
@@ -362,7 +362,7 @@ class Sensli(Strategy):
     def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         options = self.options
         blind = Blind(loss_fn) if loss_fn is not None and options.floor else None
-        parts = [part.site for site in sites for part in parts_of(Merit(site, 0.0))]
+        parts = [part.site for site in sites for part in parts_of_decision(Merit(site, 0.0))]
         merits = measure(
             model, parts, batches, blind or loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
             tolerance=options.tolerance,
@@ -391,7 +391,7 @@ class Sensli(Strategy):
                 f"{self.threshold.least_loss:.1e} that the floor allows"
             )
         if taken and self.options.what == UNIFORM:
-            return f"all {len(parts_of(taken[0]))} widths grow by {self.options.units:g}, as one decision"
+            return f"all {len(parts_of_decision(taken[0]))} widths grow by {self.options.units:g}, as one decision"
         return reason_of(
             merits, taken, select=self.options.selection, tau=self.threshold.tau, floor=self.threshold.least_gain(merits),
             control=is_control(self.options.select), per=self.options.per,

@@ -12,11 +12,11 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel, WrongType
 from sensli.growing.price import AUTO, check_share
-from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, class_of
+from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, strategy_class
 from sensli.growing.triggers import Diminishing, Limit, Pays, Saturating, Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import BY_MERIT, LEAST, Merit, Selection, check_per, check_selection
-from sensli.merits.norms import choose
+from sensli.merits.norms import choose_norm
 from sensli.modules import checks
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.finding import Init, check_init, check_request, check_units
@@ -34,7 +34,7 @@ from sensli.surgery.rates import (
     plan_rate_scaling,
 )
 from sensli.surgery.record import STEP_NAMES, Decision
-from sensli.surgery.warmup import check_hooks, check_warmup
+from sensli.surgery.warmup import check_step_hooks, check_warmup
 from sensli.text.commands import GROW, UNIFORM
 
 # ---- Where decisions go while a training runs: any callable, a writer of TensorBoard scalars, or several of them.
@@ -61,7 +61,7 @@ def check_log(log: Log) -> None:
             checks.refuse("log", what, one, WrongType)
 
 
-def tell(log: Log, look: Decision) -> None:
+def tell_log(log: Log, look: Decision) -> None:
     """Hand a decision on. A log that fails warns: the model has grown already, and training must go on."""
     for one in _each(log):
         try:
@@ -177,14 +177,14 @@ def _taking(name: str, value: Any, what: str, count: int, extras: Sequence[str] 
     except (TypeError, ValueError):  # of some functions that are not Python's nobody knows it
         return value
     try:
-        signature.bind(*(None,) * count, **dict.fromkeys(named(value, extras)))
+        signature.bind(*(None,) * count, **dict.fromkeys(named_arguments(value, extras)))
     except TypeError as error:
         given = f"{getattr(value, '__name__', type(value).__name__)}{signature}"
         raise ValueError(f"{name} must be {what}, got {given}: {error}.") from None
     return value
 
 
-def named(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+def named_arguments(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
     """Those of the names that the function has arguments of."""
     try:
         return [name for name in names if name in inspect.signature(function).parameters]
@@ -230,7 +230,7 @@ class Rates:
     depth_power: float = 0.0
 
     def __post_init__(self) -> None:
-        become(
+        set_frozen_fields(
             self,
             lr_factor=check_factor(self.lr_factor),
             new_lr_factor=None if self.new_lr_factor is None else check_own_factor(self.new_lr_factor),
@@ -241,7 +241,7 @@ class Rates:
         )
 
 
-def become(frozen: Any, **values: Any) -> None:
+def set_frozen_fields(frozen: Any, **values: Any) -> None:
     """Give the fields of a frozen object the values that were checked."""
     for name, value in values.items():
         object.__setattr__(frozen, name, value)
@@ -354,7 +354,7 @@ def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
             "trigger must be one of sensli.triggers with preset='paper' (for example triggers.Every(10)), got None: "
             "the paper leaves it to you when to grow."
         )
-    kind = class_of(strategy) if isinstance(strategy, str) else strategy
+    kind = strategy_class(strategy) if isinstance(strategy, str) else strategy
     often = Pays() | Diminishing() if kind.shares else Diminishing()
     return (Saturating(0.2, calls=16) if strategy == "stack" else often) & Limit(factor=MOST)
 
@@ -406,7 +406,7 @@ class Options:
             if name in Rates.__dataclass_fields__:
                 raise TypeError(f"{name} belongs to the learning rates: give rates=Rates({name}=...).")
             if name not in known:
-                hint = checks.nearest(name, known) or f"There are {', '.join(sorted(known))}."
+                hint = checks.nearest_name(name, known) or f"There are {', '.join(sorted(known))}."
                 raise TypeError(f"Grower has no argument {name!r}. {hint}")
         expanded = PRESETS[preset] if strategy == "sensli" else {}
         if given.get("what") is None:
@@ -419,7 +419,7 @@ class Options:
     def __str__(self) -> str:
         """What the preset came to: the first line of the log."""
         strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
-        tau = f", tau={self.tau:g}" if "tau" in used(self.strategy, self.what) else ""
+        tau = f", tau={self.tau:g}" if "tau" in used_options(self.strategy, self.what) else ""
         return f"preset={self.preset!r}: strategy={strategy!r}, what={self.what!r}{tau}, trigger={self.trigger!r}"
 
     def __post_init__(self) -> None:
@@ -430,7 +430,7 @@ class Options:
         check_selection(self.select)
         confidence, tolerance = check_level(self.confidence, self.tolerance)
         factor, order, spare, noise = check_copies(self.factor, self.order, self.spare, self.noise)
-        become(
+        set_frozen_fields(
             self,
             tau=checks.at_least("tau", self.tau, 0, 1.0),
             max_growths=checks.whole("max_growths", self.max_growths, 1),
@@ -448,7 +448,7 @@ class Options:
             noise=noise,
             max_check_share=check_share(self.max_check_share),
         )
-        choose(self.norm, ())
+        choose_norm(self.norm, ())
         check_where(self.where)
         checks.one_of("what", "layers" if self.what is None else self.what, (*GROW, UNIFORM))
         check_init(self.init)
@@ -469,15 +469,15 @@ class Options:
 
     def _check_use(self) -> None:
         """Refuse what the strategy, or what grows, has no use for. An option that has its default counts as not given."""
-        strategy = class_of(self.strategy) if isinstance(self.strategy, str) else self.strategy
+        strategy = strategy_class(self.strategy) if isinstance(self.strategy, str) else self.strategy
         if self.what is None:
-            become(self, what=strategy.grows[0])
+            set_frozen_fields(self, what=strategy.grows[0])
         if self.what not in strategy.grows:
             raise ValueError(
                 f"what must be {' or '.join(map(repr, strategy.grows))} with {self._named}, got {self.what!r}: it grows nothing else. "
                 "Leave it out, or use another strategy."
             )
-        takes = used(self.strategy, self.what)
+        takes = used_options(self.strategy, self.what)
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name in OF_STRATEGIES - takes and not (value is each.default or value == each.default):
@@ -536,22 +536,22 @@ class Options:
                 )
 
     def _refuse_unused(self, name: str, value: Any, takes: Collection[str]) -> NoReturn:
-        told = f"{name} must be left out with {self._named}, got {checks.shown(value)}:"
+        told = f"{name} must be left out with {self._named}, got {checks.show_value(value)}:"
         if not isinstance(self.strategy, str):
             kind = type(self.strategy).__name__
             raise ValueError(
                 f"{told} only a strategy that is given by its name gets it. Give it to {kind}(...) itself."
             )
-        if name in class_of(self.strategy).takes & _OF_CHOICE:  # but not with what grows
+        if name in strategy_class(self.strategy).takes & _OF_CHOICE:  # but not with what grows
             raise ValueError(
-                f"{name} must be left out with what={self.what!r}, got {checks.shown(value)}: it chooses between sites, and all "
+                f"{name} must be left out with what={self.what!r}, got {checks.show_value(value)}: it chooses between sites, and all "
                 "of them grow together. Leave it out, or use what='units'."
             )
-        if name in class_of(self.strategy).takes:
+        if name in strategy_class(self.strategy).takes:
             other = "layers" if name in _OF_LAYERS else "units"
             raise ValueError(
-                f"{name} must be left out with what={self.what!r}, got {checks.shown(value)}: it is about {other}. Leave it out, or use "
-                f"what={other!r} or 'both'."
+                f"{name} must be left out with what={self.what!r}, got {checks.show_value(value)}: it is about {other}. Leave it out, or "
+                f"use what={other!r} or 'both'."
             )
         uses = " and ".join(filter(None, (", ".join(sorted(takes)[:-1]), *sorted(takes)[-1:]))) or "none"
         raise ValueError(
@@ -580,7 +580,7 @@ class Options:
             depth_power=rates.depth_power != 0,
             trial=self.trial is not None,
         )
-        check_hooks(optimizer, rates.warmup)
+        check_step_hooks(optimizer, rates.warmup)
         if self.trial is not None and is_sharded(model):
             raise UnsupportedModel(
                 "trial= cannot be used with a model sharded by fully_shard: each process holds parts of its values, which cannot be put "
@@ -605,11 +605,11 @@ class Options:
         return {**named, **rates, "select": self.selection, "strategy": strategy, "trial": repr(self.trial)}
 
 
-def used(strategy: str | Strategy, what: str | None = None) -> frozenset[str]:
+def used_options(strategy: str | Strategy, what: str | None = None) -> frozenset[str]:
     """Which of the options that say how to grow mean something with a strategy; an object has got its own when it was made."""
     if not isinstance(strategy, str):
         return frozenset()
-    kind = class_of(strategy)
+    kind = strategy_class(strategy)
     unused = {"layers": _OF_UNITS, "units": _OF_LAYERS, UNIFORM: _OF_LAYERS | _OF_CHOICE}.get(
         what or kind.grows[0], frozenset()
     )

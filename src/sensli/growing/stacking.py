@@ -20,7 +20,7 @@ from sensli.modules import checks
 from sensli.modules.grown import count_growths
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site, Sites, Where
-from sensli.moves.stacking import StackCopy, check_copies, find_stacks
+from sensli.moves.stacking import StackCopy, check_copies, find_stack_copies
 from sensli.text.commands import UNMEASURED
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class StackBlocks(Strategy):
     ) -> None:
         self.factor, self.order, self.spare, self.noise = check_copies(factor, order, spare, noise)
         self.seed = checks.whole("seed", seed, 0, least=0, below=2**64)
-        self._search = RememberedSites(where=where, find=find_stacks, order=self.order, spare=self.spare)
+        self._search = RememberedSites(where=where, find=find_stack_copies, order=self.order, spare=self.spare)
 
     @classmethod
     def made(cls, options: Options) -> Strategy:

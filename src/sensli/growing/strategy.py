@@ -140,7 +140,7 @@ STRATEGIES: dict[str, str] = {
 }
 
 
-def class_of(name: str) -> type[Strategy]:
+def strategy_class(name: str) -> type[Strategy]:
     """The class of a registered name, or of ``"package.module:Class"``."""
     module, _, kind = STRATEGIES.get(name, name).partition(":")
     try:
@@ -159,7 +159,7 @@ def class_of(name: str) -> type[Strategy]:
 
 def strategy_of(options: Options) -> Strategy:
     """The strategy that the options name, or the object that they hold."""
-    return class_of(options.strategy).made(options) if isinstance(options.strategy, str) else options.strategy
+    return strategy_class(options.strategy).made(options) if isinstance(options.strategy, str) else options.strategy
 
 
 # ---- The state of a random generator in a strategy's `state_dict`: one text, which is a third of the size of a list of

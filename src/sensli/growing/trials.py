@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 
 from sensli.errors import MeasurementError
 from sensli.growing.following import Followers
-from sensli.growing.options import EXTRAS, Options, Trial, named
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.growing.options import EXTRAS, Options, Trial, named_arguments
+from sensli.merits.catching import LossFunction, scalar_loss, split_batch
 from sensli.merits.merits import Merit
 from sensli.modules import checks, random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing
 from sensli.modules.engines.distributed import Together
 from sensli.modules.running import count_samples, device_of, run, to_device
-from sensli.modules.wrappers import around, bare
+from sensli.modules.wrappers import bare, wrappers_around
 from sensli.surgery.history import History
 from sensli.surgery.optimizers import as_list
 from sensli.surgery.record import NO_GROWTH, Tried, TriedArm
@@ -38,7 +38,9 @@ class TrialSteps:
 
     def __init__(self, trial: Trial, model: nn.Module, followers: Followers, loss_fn: LossFunction | None) -> None:
         self._trial, self._model, self._followers, self._loss_fn = trial, model, followers, loss_fn
-        self._extras = {} if trial.step is None else {n: getattr(followers, n) for n in named(trial.step, EXTRAS)}
+        self._extras = (
+            {} if trial.step is None else {n: getattr(followers, n) for n in named_arguments(trial.step, EXTRAS)}
+        )
         if trial.step is None and not model.training:
             model.train()  # a loop that has just evaluated would do so before its next step
 
@@ -54,7 +56,7 @@ class TrialSteps:
 
     def _plain(self, batch: Any, index: int) -> float:
         own = None if self._loss_fn is None else bare(self._model)  # without a loss all keys of a batch go to the model
-        given, target = split(batch, index, own)
+        given, target = split_batch(batch, index, own)
         device = device_of(self._model)
         for optimizer in self._followers.optimizers:
             optimizer.zero_grad()
@@ -85,7 +87,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, followers: Followers, stateful: Sequence[Any] = ()) -> None:
-        self._modes = [(wrapper, wrapper.training) for wrapper in around(model)[:-1]]
+        self._modes = [(wrapper, wrapper.training) for wrapper in wrappers_around(model)[:-1]]
         self._roots: list[nn.Module] = [bare(model), *as_list(followers.averaged)]
         self._modules = [{path: _Module(module) for path, module in root.named_modules()} for root in self._roots]
         self._optimizers = [(each, _Optimizer(each)) for each in followers.optimizers]

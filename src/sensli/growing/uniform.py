@@ -74,7 +74,7 @@ class Uniform:
         return {"parts": [part.site.to_dict() for part in self.parts]}
 
 
-def parts_of(merit: Merit) -> tuple[Merit, ...]:
+def parts_of_decision(merit: Merit) -> tuple[Merit, ...]:
     """The growths that one decision is made of, each with its own merit."""
     return merit.site.move.parts if isinstance(merit.site.move, Uniform) else (merit,)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from sensli.errors import BadExample, MeasurementError, SensliError
 from sensli.growing.following import Followers
-from sensli.growing.looking import Sensli, proposed
+from sensli.growing.looking import Sensli, propose_sites
 from sensli.growing.options import Options
 from sensli.growing.strategy import Strategy
-from sensli.growing.uniform import add_up, parts_of
+from sensli.growing.uniform import add_up, parts_of_decision
 from sensli.merits.merits import LEAST, Merit, Merits
 from sensli.merits.probe import MeanProbe
 from sensli.modules import checks
@@ -92,7 +92,7 @@ class Watching:
                 )
             with without_inference_mode(), without_autocast():
                 optimizer = self._followers.optimizer
-                self._sites = proposed(self._strategy, self._model, example, optimizer, self._options)
+                self._sites = propose_sites(self._strategy, self._model, example, optimizer, self._options)
                 self._probe = self._made()
         return self._probe
 
@@ -136,7 +136,7 @@ class Watching:
 
 def _parts(sites: Iterable[Site]) -> list[Site]:
     """The sites that are measured: of one that is several at once, its parts."""
-    return [part.site for site in sites for part in parts_of(Merit(site, 0.0))]
+    return [part.site for site in sites for part in parts_of_decision(Merit(site, 0.0))]
 
 
 def _settling(probe: MeanProbe) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Options, Trial
-from sensli.growing.strategy import class_of
+from sensli.growing.strategy import strategy_class
 from sensli.growing.triggers import Trigger
 from sensli.growing.watching import Watch, check_watchable
 from sensli.merits.catching import LossFunction
@@ -278,7 +278,7 @@ class GrowingCallback:
             strategy = self.options.strategy
             # A trial will have the trainer's batches and step.
             check_watchable(
-                class_of(strategy) if isinstance(strategy, str) else strategy, replace(self.options, trial=None)
+                strategy_class(strategy) if isinstance(strategy, str) else strategy, replace(self.options, trial=None)
             )
         self._watch: Watch | None = None  # that is open
         self.grower: Grower | None = None  # made when there is a batch

@@ -324,7 +324,7 @@ class Features(nn.Module):
         if issparse(x):
             mean, scale = np.zeros(x.shape[1]), _entry_sizes(x, weight)
         else:
-            mean, scale = moments(self.raw(torch.tensor(x, dtype=torch.float64, device="cpu")).numpy(), weight)
+            mean, scale = column_moments(self.raw(torch.tensor(x, dtype=torch.float64, device="cpu")).numpy(), weight)
         scale[: len(pieces)] *= np.sqrt(np.array(pieces))  # a column counts as one, however many pieces it has
         self._keep("mean", mean)
         self._keep("scale", scale)
@@ -386,7 +386,7 @@ def _quantiles(values: Any, weight: Any, bins: int) -> Any:
     return np.unique([known[0], *inner, known[-1]])
 
 
-def moments(values: Any, weight: Any) -> tuple[Any, Any]:
+def column_moments(values: Any, weight: Any) -> tuple[Any, Any]:
     """Weighted mean and deviation of each column without its gaps; a column that does not vary keeps its scale."""
     shares = np.where(np.isnan(values), 0.0, weight[:, None])
     total = np.maximum(shares.sum(0), np.finfo(float).tiny)

@@ -18,7 +18,7 @@ from sensli.checkpoint.states import arrange, follow_groups, freeze, frozen_in, 
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Trial
-from sensli.integrations import callback, missing
+from sensli.integrations import callback, missing_library
 from sensli.integrations.callback import GrowingCallback, Update, standing_in
 from sensli.modules import random_state
 from sensli.modules.grown import count_growths
@@ -35,7 +35,7 @@ try:
     from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
-    raise missing("lightning", error) from error
+    raise missing_library("lightning", error) from error
 
 
 _WEIGHTS_ONLY = "sensli"  # where a checkpoint without the states of callbacks (save_weights_only) has the growths

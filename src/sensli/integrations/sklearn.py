@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softmax
 
-from sensli.integrations import missing
+from sensli.integrations import missing_library
 from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, SparseRows, Stacked, fit_threads, train_on
 from sensli.modules import random_state
 from sensli.modules.running import brief_error
@@ -96,9 +96,9 @@ try:
         validate_data,
     )
 
-    from sensli.integrations.columns import Features, TableReader, is_frame, moments
+    from sensli.integrations.columns import Features, TableReader, column_moments, is_frame
 except ImportError as error:
-    raise missing("sklearn", error) from error
+    raise missing_library("sklearn", error) from error
 
 
 def all_or_nothing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,7 +386,7 @@ try:
     from sklearn.utils import compute_sample_weight
     from sklearn.utils.multiclass import check_classification_targets
 except ImportError as error:
-    raise missing("sklearn", error) from error
+    raise missing_library("sklearn", error) from error
 
 
 class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc]
@@ -608,7 +608,7 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
             )
         weight = self._weights(sample_weight, X)
         if first:
-            self._y_mean, self._y_scale = moments(targets, weight)
+            self._y_mean, self._y_scale = column_moments(targets, weight)
         self._flat = y.ndim == 1
         return X, targets, weight
 

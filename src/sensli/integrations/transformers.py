@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from sensli.checkpoint.states import arrange, follow_groups, freeze, frozen_in, names_in
-from sensli.errors import CheckpointError, SensliError, UnsupportedModel, brief
+from sensli.errors import CheckpointError, SensliError, UnsupportedModel, brief_text
 from sensli.growing.options import Trial
-from sensli.integrations import callback, missing
+from sensli.integrations import callback, missing_library
 from sensli.integrations.callback import GrowingCallback, LookFacts, Update, itself, standing_in
 from sensli.modules import checks, random_state
 from sensli.modules.engines.fsdp import reshard
 from sensli.modules.random_state import kept_of_loader
 from sensli.modules.running import count_samples, tensors, untouched
-from sensli.modules.wrappers import bare, eager, is_sharded
+from sensli.modules.wrappers import bare, is_sharded, run_eagerly
 from sensli.surgery.history import History
 from sensli.surgery.optimizers import as_optimizers
 from sensli.surgery.rewinding import rewind
@@ -42,7 +42,7 @@ from sensli.text.records import dumps as strict_json
 try:
     from transformers import Trainer, TrainerCallback, __version__
 except ImportError as error:
-    raise missing("transformers", error) from error
+    raise missing_library("transformers", error) from error
 
 
 _CURE = "Let the callback keep a torch.optim.swa_utils.AveragedModel of the model instead: it follows."
@@ -577,7 +577,7 @@ def example_of(trainer: Trainer, loader: Any) -> dict[str, Any] | tuple[Any, ...
     network, calls = bare(trainer.model_wrapped), []
     hook = network.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     try:
-        with aside(trainer), random_state.kept(), untouched(network), torch.no_grad(), eager():
+        with aside(trainer), random_state.kept(), untouched(network), torch.no_grad(), run_eagerly():
             for (_, given), _ in batches_of(trainer, loader, 1):
                 loss_step(trainer)(network, None, given)
                 if not calls:
@@ -711,7 +711,7 @@ def read_growth_file(folder: Path) -> dict[str, Any] | None:
                 f"{file} has format {state['format']}, newer than {FORMAT}. Update sensli to read it."
             )
         if not isinstance(state["grower"], (dict, type(None))):
-            raise TypeError(f"'grower' is {brief(state['grower'])}")
+            raise TypeError(f"'grower' is {brief_text(state['grower'])}")
         return state if state["grower"] is not None else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(

@@ -35,10 +35,10 @@ from sensli.modules.running import (
     tensors,
     to_device,
     upcast,
-    whole,
+    whole_tensor,
 )
-from sensli.modules.wrappers import eager, own_modules
-from sensli.moves.factors import Factored, Outer, Use, factored, is_moment, mirrored, watch_uses
+from sensli.modules.wrappers import own_modules, run_eagerly
+from sensli.moves.factors import Factored, Outer, Use, factored_maps, is_moment, mirror_moment, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
 from sensli.moves.roles import CONVOLUTIONS, Geometry, map_of
 from sensli.moves.sites import Gauge, Site, always, as_it_is
@@ -102,7 +102,7 @@ class MomentSum:
     def total(self, without: int | None = None) -> Tensor | None:
         """The sum over all batches: gradients without a group of batches are measured by it too."""
         if self._total is not None and not self._whole:
-            self._total, self._whole = mirrored(self._total), True
+            self._total, self._whole = mirror_moment(self._total), True
         return self._total
 
     @property
@@ -153,7 +153,7 @@ class Catches:
 
     def maps(self, without: int | None = None) -> list[Factored]:
         """The same for the natural merit."""
-        return factored(self.totals(without))
+        return factored_maps(self.totals(without))
 
     def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
         """The squared norm of the mean gradient; ``whole``: the number of samples with the group that is left out."""
@@ -313,7 +313,7 @@ class ShardCatch(WeightCatch):
         like: Any = self.parameter
         form = {"shape": like.shape, "stride": like.stride(), "run_check": False}
         for shard, geometry in super().parts(without):
-            yield whole(like.data.from_local(shard, like.device_mesh, like.placements, **form)), geometry
+            yield whole_tensor(like.data.from_local(shard, like.device_mesh, like.placements, **form)), geometry
 
     def merit(self, norm: str, samples: float, without: int | None = None, whole: float | None = None) -> float:
         """Of a sum of squares each process adds its part; for other norms the gradient is gathered."""
@@ -516,7 +516,7 @@ class Catch:
                 handles.append(self.model.register_forward_hook(self._watch_weights, with_kwargs=True))
             self.active = True
             with ExitStack() as stack:
-                stack.enter_context(eager())
+                stack.enter_context(run_eagerly())
                 # From the end, so that what comes before keeps its number in a list; and after those that take the model as it is.
                 gauges = [catch.gauge for catch in reversed(self.sites)]
                 for gauge in (*(one for one in gauges if not one.enters), *(one for one in gauges if one.enters)):
@@ -760,7 +760,7 @@ def _forward(
     model: nn.Module, catch: Catch, batch: Any, loss_fn: LossFunction | None, index: int
 ) -> tuple[int, Tensor]:
     """The size of a batch, and its loss."""
-    given, target = split(batch, index, model if loss_fn is not None else None)
+    given, target = split_batch(batch, index, model if loss_fn is not None else None)
     device = device_of(model)
     if any(tensor.is_meta for tensor in tensors((given, target))):
         raise MeasurementError(
@@ -822,7 +822,7 @@ def _of_inference(index: int) -> Iterator[None]:
         ) from error
 
 
-def split(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
+def split_batch(batch: Any, index: int, model: nn.Module | None) -> tuple[Any, Any]:
     """What the model is called with, and the target: of a dict those keys that the model takes, and all of it.
 
     Without a model, where nobody else has a use for the other keys, all of them go to it.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sensli.errors import MeasurementError, UnsupportedModel
-from sensli.merits.catching import LossFunction, scalar_loss, split
+from sensli.merits.catching import LossFunction, scalar_loss, split_batch
 from sensli.merits.measuring import EMPTY
 from sensli.modules.engines.distributed import Together
 from sensli.modules.running import count_samples, device_of, gradients_kept, run, to_device, untouched
@@ -65,7 +65,7 @@ def _sums(
             for weight in (weight for own in weights for weight in own):
                 weight.requires_grad_(True)
             for index, batch in enumerate(batches):
-                given, target = split(batch, index, network)
+                given, target = split_batch(batch, index, network)
                 output = run(network, to_device(given, device))
                 loss = scalar_loss(output, to_device(target, device), loss_fn, index)
                 network.zero_grad(set_to_none=True)

@@ -28,16 +28,16 @@ from sensli.merits.catching import (
 )
 from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weights, next_look, value_of
 from sensli.merits.merits import Merit, Merits, as_sites
-from sensli.merits.norms import NATURAL, SKETCHABLE, choose, operator_work
+from sensli.merits.norms import NATURAL, SKETCHABLE, choose_norm, operator_work
 from sensli.modules import checks, random_state
-from sensli.modules.engines.distributed import Together, numbered
-from sensli.modules.engines.fsdp import check, forget_pass, is_synchronised, measured_passes, unsharded
+from sensli.modules.engines.distributed import Together, number_facts
+from sensli.modules.engines.fsdp import check_sharded, forget_pass, is_synchronised, measured_passes, unsharded_copy
 from sensli.modules.running import (
     autocast_of_now,
     device_of,
     forgiven,
     gradients_kept,
-    mapped,
+    map_tensors,
     run,
     tensors,
     to_device,
@@ -75,7 +75,7 @@ def look_ahead(
     least = LEAST if any(len(catch.sites[index].site.shape) == 1 for index, _ in wanting) else 1
     found: Found | None = None
     if size or catch.idle:
-        found = _seen(model, catch, wanting, few(first, max(least, samples // SHARE)), loss_fn)
+        found = _seen(model, catch, wanting, first_of_batch(first, max(least, samples // SHARE)), loss_fn)
     found = None if catch.idle else found
     shared = of_the_first(together, found, device_of(model))
     for (index, gauge), sums in zip(wanting, shared or (), strict=shared is not None):
@@ -119,19 +119,19 @@ def fit_to_batch(together: Together, model: nn.Module, site: Site, batch: Any) -
             for handle in gauge.hooks(lambda sums: None, lambda gradient: gradient):
                 hooks.callback(handle.remove)
             with torch.enable_grad():
-                run(model, to_device(few(batch, MANY), device_of(model)))
+                run(model, to_device(first_of_batch(batch, MANY), device_of(model)))
             with torch.no_grad():
                 found = [gauge.found()]
     shared = of_the_first(together, found, device_of(model))
     return site if shared is None else gauge.settled(site, shared[0])
 
 
-def few(batch: Any, count: int) -> Any:
+def first_of_batch(batch: Any, count: int) -> Any:
     """The first samples of a batch whose tensors all have one entry for each of them; otherwise all of it."""
     size = samples_of(batch)
     if any(tensor.dim() and len(tensor) != size for tensor in tensors(batch)):
         return batch
-    return mapped(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
+    return map_tensors(batch, lambda tensor: tensor[:count] if tensor.dim() else tensor)
 
 
 def of_the_first(together: Together, found: Found | None, device: Any) -> Found | None:
@@ -265,7 +265,7 @@ _FREE = 2**28  # operations, less than a tenth of a second: not worth another no
 _SETS = 51 / 16
 
 
-def affordable(
+def affordable_norm(
     asked: str,
     norm: str,
     sites: Sequence[SiteCatch],
@@ -363,14 +363,14 @@ def measure(
         checks.flag("exact", exact)
         max_batches = None if max_batches is None else checks.whole("max_batches", max_batches, 10)
         confidence, tolerance = check_level(confidence, tolerance)
-        asked, norm = norm, choose(norm, [site.kind for site in sites])
+        asked, norm = norm, choose_norm(norm, [site.kind for site in sites])
         request = {"norm": norm, "ratio": ratio, "confidence": confidence, "tolerance": tolerance, "exact": exact}
-        ranks = len(together.agree_on({**request, **numbered("site", sites)}, last=False))
+        ranks = len(together.agree_on({**request, **number_facts("site", sites)}, last=False))
         places: Sequence[Site] = sites
         sharded = together.sharded and can_run_in_shards(model, sites, norm, ratio=ratio)
         if together.sharded and not sharded:
             places = [replace(site.by_path(), point=site.point.by_path(site.find(model)[0])) for site in sites]
-            model = unsharded(model)
+            model = unsharded_copy(model)
         elif sharded:
             forget_pass(model)  # the root keeps its parameters whole after a run without gradients
         groups = 1 if confidence is None else GROUPS
@@ -396,7 +396,7 @@ def measure(
         if caught.count == 0:
             raise MeasurementError(EMPTY)
         if remaining == 0:  # with confidence the first look has settled it, unless the data ended before
-            norm = affordable(asked, norm, caught.sites, caught.weights, caught.count / ranks)
+            norm = affordable_norm(asked, norm, caught.sites, caught.weights, caught.count / ranks)
         size = sum(caught.filled)
         return conclude(
             together, sites, caught, norm, remaining, samples=round(size * caught.unit),
@@ -410,7 +410,7 @@ def can_run_in_shards(model: nn.Module, sites: Iterable[Site], norm: str, *, rat
     That is a twin that has to be in the model while it runs, the moments of existing weights, and a model whose gradients are not summed
     over the processes at once.
     """
-    check(model)
+    check_sharded(model)
     caught = all(getattr(site.move, "caught_at_site", True) for site in sites)
     return caught and not (norm == NATURAL and ratio) and is_synchronised(model)
 
@@ -450,7 +450,7 @@ class _Taken:
             raise MeasurementError(EMPTY)
         self.unit, self.catch.idle = float(sizes[leader] or 1), first is None
         if None in sizes:
-            own = mapped(first, lambda tensor: tensor.cpu()) if leader == together.rank else None
+            own = map_tensors(first, lambda tensor: tensor.cpu()) if leader == together.rank else None
             shared = together.agree(own, last=False)[leader]
             return shared if first is None else first
         return first
@@ -516,7 +516,7 @@ def _until_clear(
         seen = join_ranks(together, own, device_of(taken.model), last=False)
         sizes = seen.filled
         if look == 1:
-            norm = affordable(asked, norm, seen.sites, [], seen.count / len(states), groups=True)
+            norm = affordable_norm(asked, norm, seen.sites, [], seen.count / len(states), groups=True)
         estimates = [estimate_of(site, norm, sizes, remaining) for site in seen.sites]
         clear = is_clear(estimates, sizes, look=look, confidence=confidence, remaining=remaining, tolerance=tolerance)
         if together.agree(clear, last=False)[0]:  # the first rank's word: machines may differ in the last bit

@@ -15,7 +15,7 @@ from sensli.errors import MeasurementError, WrongType, ZeroMerits
 from sensli.merits.norms import NATURAL
 from sensli.modules import checks
 from sensli.moves.sites import Site
-from sensli.text.commands import PER, imported
+from sensli.text.commands import PER, import_optional
 from sensli.text.tables import WIDTH, html_table, short_number, text_table
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class Merits(Sequence[Merit]):
         Raises:
             MissingExtra: If pandas is not installed.
         """
-        return imported("pandas", "merits.to_pandas()").DataFrame([merit.to_dict() for merit in self.ranked])
+        return import_optional("pandas", "merits.to_pandas()").DataFrame([merit.to_dict() for merit in self.ranked])
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the merits as horizontal bars, best on top; compared per parameter or per FLOP if `per` says so.
@@ -272,7 +272,7 @@ class Merits(Sequence[Merit]):
         Raises:
             MissingExtra: If matplotlib is not installed.
         """
-        pyplot = imported("matplotlib.pyplot", "merits.plot()", extra="plots")
+        pyplot = import_optional("matplotlib.pyplot", "merits.plot()", extra="plots")
         if ax is None:
             _, ax = pyplot.subplots(figsize=(8, 1 + 0.3 * len(self)), layout="constrained")
         assert ax is not None
@@ -407,7 +407,7 @@ def is_control(select: str | Selection) -> bool:
     return not callable(select) and select not in BY_MERIT
 
 
-def ordered(
+def order_merits(
     select: str,
     merits: Sequence[Merit],
     count: int,
@@ -439,7 +439,7 @@ def choose_sites(
         if select in BY_MERIT:  # what passes is decided by the merit itself, the order by what it costs
             stacks = {merit.site.stack for merit in worth if select == "auto"} - {None}
             passing = [merit for merit in merits if merit in worth or merit.site.stack in stacks]
-        return ordered(select, passing, min(count, len(worth)), generator, per=per)[: len(worth)]
+        return order_merits(select, passing, min(count, len(worth)), generator, per=per)[: len(worth)]
     choice = select(merits)
     for merit in merits:
         if choice is merit or choice is merit.site:
@@ -451,7 +451,7 @@ def choose_sites(
 
 
 def _choice(select: str, merits: Merits, count: int) -> list[Merit]:
-    return ordered(select, merits, count, per=merits.compared)[:count]
+    return order_merits(select, merits, count, per=merits.compared)[:count]
 
 
 CHOICES: dict[str, Callable[[Merits, int], list[Merit]]] = {

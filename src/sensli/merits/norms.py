@@ -9,9 +9,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from sensli.merits.spectrum import largest, peaks, taps
+from sensli.merits.spectrum import largest_singular_value, peaks, taps
 from sensli.modules import checks
-from sensli.modules.running import capable
+from sensli.modules.running import to_capable
 from sensli.moves.factors import Factored
 from sensli.moves.roles import Geometry
 
@@ -53,7 +53,7 @@ class Sketcher:
         least well.
         """
         sides = sum(length == self.size for length in sketch.shape)
-        products = capable(sketch) @ capable(sketch).T
+        products = to_capable(sketch) @ to_capable(sketch).T
         directions = products.square().sum() / products.trace().square()
         return math.sqrt(2 * sides / self.size * float(directions.nan_to_num(nan=0.0)))
 
@@ -143,7 +143,7 @@ def _divisor(moment: Tensor, used: float, rows: float) -> tuple[Tensor, Tensor]:
     underestimated keeps the others from drowning. A row that is not in the moment gets more than one that is, as the formula for
     leaving one out tells.
     """
-    moment = capable(moment)
+    moment = to_capable(moment)
     length, share = moment.shape[-1], used / rows
     size = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     # A moment that is zero belongs to a gradient that is zero: any divisor will do.
@@ -217,7 +217,7 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     _check(gradient, geometry)
     if gradient.numel() == 0:
         return 0.0
-    gradient = capable(gradient.detach())
+    gradient = to_capable(gradient.detach())
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
     lowest, highest = torch.aminmax(gradient)
@@ -233,7 +233,7 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     return NORMS[norm](gradient / scale, geometry) * scale * scale
 
 
-def choose(norm: str, kinds: Iterable[str]) -> str:
+def choose_norm(norm: str, kinds: Iterable[str]) -> str:
     """The norm meant by a name: "auto" is the operator norm if every site is a convolution, else Frobenius for all."""
     if checks.one_of("norm", norm, ("auto", *NORMS, NATURAL)) != "auto":
         return norm
@@ -269,14 +269,14 @@ def _check(gradient: Tensor, geometry: Geometry) -> None:
 def _operator(gradient: Tensor, geometry: Geometry) -> float:
     values, grid = taps(gradient, geometry)
     if not geometry.size or geometry.groups == 1:
-        return largest(values, grid)
+        return largest_singular_value(values, grid)
     groups = values.chunk(geometry.groups, dim=1)
     # Block diagonal: the largest over the groups. In the order of their bounds, so that most need no second look.
     bounds = peaks(torch.stack([group.flatten(1) for group in groups], 1), grid).tolist()
     best = 0.0
     for bound, group in sorted(zip(bounds, groups, strict=True), key=lambda pair: -pair[0]):
         if bound > best:
-            best = largest(group, grid, floor=best)
+            best = largest_singular_value(group, grid, floor=best)
     return best
 
 
@@ -290,7 +290,7 @@ def _output_norms(gradient: Tensor, geometry: Geometry) -> Tensor:
     maps = [group[:, :, output::outputs] for group in values.chunk(geometry.groups, dim=1) for output in range(outputs)]
     if maps[0].shape[2] == 1:
         return peaks(torch.stack([each.flatten(1) for each in maps], 1), grid)
-    return values.new_tensor([largest(each, grid) for each in maps])
+    return values.new_tensor([largest_singular_value(each, grid) for each in maps])
 
 
 NORMS: dict[str, Callable[[Tensor, Geometry], float]] = {

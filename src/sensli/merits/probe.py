@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
 from sensli.merits.catching import Catch, ShardCatch, SiteCatch, Sum, WeightCatch, samples_of
-from sensli.merits.measuring import Caught, affordable, can_run_in_shards, conclude, join_ranks, of_the_first
+from sensli.merits.measuring import Caught, affordable_norm, can_run_in_shards, conclude, join_ranks, of_the_first
 from sensli.merits.merits import Merit, Merits, as_sites
-from sensli.merits.norms import NATURAL, choose
+from sensli.merits.norms import NATURAL, choose_norm
 from sensli.modules import checks
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.engines.fsdp import has_waiting, reshard
 from sensli.modules.running import device_of, tensors, without_autocast
 from sensli.modules.wrappers import bare
@@ -72,12 +72,12 @@ class Probe:
             raise MeasurementError(
                 "there are no sites to probe. find_sites(...).explain() says which places were skipped and why."
             )
-        self._asked, self._norm = norm, choose(norm, [site.kind for site in sites])
+        self._asked, self._norm = norm, choose_norm(norm, [site.kind for site in sites])
         sharded = self._together.sharded
         if sharded:
             with Together(model, "probe") as together:
                 self._check_shards(sites, ratio)
-                together.agree_on(numbered("site", sites))
+                together.agree_on(number_facts("site", sites))
             reshard(self._model)  # the root keeps its parameters whole after a run without gradients
         self._sites = sites
         natural = self._norm == NATURAL
@@ -198,7 +198,7 @@ class Probe:
 
     def _affordable(self, together: Together, norm: str, caught: Caught) -> str:
         ranks = 1 if together.group is None else dist.get_world_size(together.group)
-        return affordable(self._asked, norm, caught.sites, caught.weights, caught.count / ranks)
+        return affordable_norm(self._asked, norm, caught.sites, caught.weights, caught.count / ranks)
 
     def _check_scale(self, values: list[float]) -> None:
         if self._scaler is not None and not all(map(math.isfinite, values)):
@@ -356,7 +356,7 @@ class MeanProbe(Probe):
             weights: list[Any] = kept[number:]
             own = Caught(chosen, weights, [self._size], self._unit, self.steps, self._loss)
             caught = join_ranks(together, own, device_of(self._model), last=False)
-            norm = self._affordable(together, choose(self._asked, [site.kind for site in sites]), caught)
+            norm = self._affordable(together, choose_norm(self._asked, [site.kind for site in sites]), caught)
             size = sum(caught.filled)
             loss = caught.loss / size if math.isfinite(caught.loss) else None
             return conclude(together, sites, caught, norm, samples=round(size * caught.unit), loss=loss)

@@ -130,7 +130,7 @@ def _columns(width: int, like: Tensor) -> int:
 # ---- the largest singular value of all ------------------------------------------------------------------------------
 
 
-def largest(values: Tensor, grid: Grid, floor: float = 0.0) -> float:
+def largest_singular_value(values: Tensor, grid: Grid, floor: float = 0.0) -> float:
     """The largest squared singular value over all frequencies, or floor if none exceeds it; taps x rows x columns."""
     bound = _bounds(values, grid)
     side = min(values.shape[1:])

@@ -34,10 +34,10 @@ LOSS = "a function of output and target that returns the mean loss (for example 
 
 def refuse(name: str, what: str, value: object, error: Error, hint: str = "") -> NoReturn:
     """Raise the one form of text."""
-    raise error(f"{name} must be {what}, got {shown(value)}.{' ' if hint else ''}{hint}")
+    raise error(f"{name} must be {what}, got {show_value(value)}.{' ' if hint else ''}{hint}")
 
 
-def shown(value: object) -> str:
+def show_value(value: object) -> str:
     """A value in an error text: short, and of a large one its kind only."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
@@ -50,9 +50,9 @@ def shown(value: object) -> str:
     if isinstance(value, (dict, list, tuple)) and len(value) > 3:
         return f"{kind} of {len(value)} entries"
     if isinstance(value, dict):
-        return _cut("{" + ", ".join(f"{key!r}: {shown(part)}" for key, part in value.items()) + "}")
+        return _cut("{" + ", ".join(f"{key!r}: {show_value(part)}" for key, part in value.items()) + "}")
     if isinstance(value, (list, tuple)):
-        parts = ", ".join(map(shown, value))
+        parts = ", ".join(map(show_value, value))
         return _cut(f"[{parts}]" if isinstance(value, list) else f"({parts})")
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, PurePath)):
         return _cut(repr(value))
@@ -157,7 +157,7 @@ def one_of(name: str, value: object, known: Iterable[str], *, other: str = "") -
     if not isinstance(value, str):
         refuse(name, f"one of {_listed(known, other)}", value, WrongType)
     if value not in known:
-        refuse(name, f"one of {_listed(known, other)}", value, ValueError, nearest(value, known))
+        refuse(name, f"one of {_listed(known, other)}", value, ValueError, nearest_name(value, known))
     return value
 
 
@@ -165,7 +165,7 @@ def _listed(known: Iterable[str], other: str) -> str:
     return f"{', '.join(map(repr, known))}{f', or {other}' if other else ''}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name(name: str, known: Iterable[str]) -> str:
     """The question whether another name was meant; empty if none is like this one."""
     spelled = {each.lower(): each for each in known}
     close = get_close_matches(name.lower(), spelled, n=1, cutoff=0.7)

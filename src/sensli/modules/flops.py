@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import checks
 from sensli.modules.running import describe, device_of, let_memory_through, run, tensors, to_device, untouched
-from sensli.modules.wrappers import eager
+from sensli.modules.wrappers import run_eagerly
 
 
 class Flops(int):
@@ -83,7 +83,7 @@ def count_flops(model: nn.Module, example: Example, *, elementwise: bool = False
     counter = FlopCounter(elementwise=elementwise)
     with unchanged(model), torch.no_grad():
         try:
-            with eager(), counter:  # a compiler would run into the counter and give the model up
+            with run_eagerly(), counter:  # a compiler would run into the counter and give the model up
                 run(model, to_device(example, device_of(model)))
         except Exception as error:
             let_memory_through(error)

@@ -68,26 +68,28 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(value, entry.name, None))
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
     """The same nest of tuples, lists and dicts with every tensor changed; other values as they are, or as ``other`` makes them."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(part, change, other) for part in value))
+        return type(value)(*(map_tensors(part, change, other) for part in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(part, change, other) for part in value)
+        return type(value)(map_tensors(part, change, other) for part in value)
     if isinstance(value, dict):
-        return {key: mapped(part, change, other) for key, part in value.items()}
+        return {key: map_tensors(part, change, other) for key, part in value.items()}
     return other(value)
 
 
 def to_device(value: Any, device: torch.device | None) -> Any:
     """The same nest of tensors on a device. Those that were made in inference mode become ordinary ones, which autograd takes."""
-    value = mapped(value, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
+    value = map_tensors(value, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
     if device is None:
         return value
     # What comes to the host is waited for: until a copy has arrived, anybody would read what was there before.
-    return mapped(value, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
 
 
 def is_capable(device: torch.device) -> bool:
@@ -95,14 +97,14 @@ def is_capable(device: torch.device) -> bool:
     return device.type in ("cpu", "cuda")
 
 
-def capable(tensor: Tensor) -> Tensor:
+def to_capable(tensor: Tensor) -> Tensor:
     """The tensor where all of these can be computed: there, or on the CPU."""
     return tensor if is_capable(tensor.device) else tensor.cpu()
 
 
 def upcast(value: Any) -> Any:
     """The same nest with half precision turned into single."""
-    return mapped(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
+    return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
 
 
 def device_of(model: nn.Module) -> torch.device | None:
@@ -111,7 +113,7 @@ def device_of(model: nn.Module) -> torch.device | None:
     return None if first is None else first.device
 
 
-def undrawn(module: nn.Module) -> list[Any]:
+def undraw_hooks(module: nn.Module) -> list[Any]:
     """Hooks after which the random numbers that a module draws are given back: nobody after it gets others than without it."""
     states: list[dict[str, Any]] = []
 
@@ -140,7 +142,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 for module, name, buffer, values in kept:
                     module._buffers[name] = buffer  # a forward may bind the name to another tensor
                     # Written only where it moved: a graph that the user holds may have saved the buffer.
-                    if buffer is not None and values is not None and not equal(buffer, values, fast=False):
+                    if buffer is not None and values is not None and not equal_tensors(buffer, values, fast=False):
                         buffer.copy_(values)
 
 
@@ -226,13 +228,13 @@ def is_plain(value: Any) -> bool:
 
 def without_memory(value: Any) -> Any:
     """The arguments without objects that a call may have changed, such as a cache; and nothing in them carries a graph."""
-    return mapped(value, Tensor.detach, lambda other: other if isinstance(other, _PLAIN) else None)
+    return map_tensors(value, Tensor.detach, lambda other: other if isinstance(other, _PLAIN) else None)
 
 
 # ---- Tensors that may be sharded by `fully_shard`, which each of them knows of itself.
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor (all processes must call together), or the tensor itself."""
     full = getattr(tensor, "full_tensor", None)
     return tensor.detach() if full is None else full().detach()
@@ -282,7 +284,7 @@ def first_samples(value: Any, few: int, count: int) -> Any:
     def cut(tensor: Tensor) -> Tensor:
         return tensor[:few] if tensor.dim() and tensor.shape[0] == count else tensor
 
-    return mapped(value, cut)
+    return map_tensors(value, cut)
 
 
 def with_another(value: Any) -> Any:
@@ -293,7 +295,7 @@ def with_another(value: Any) -> Any:
             return tensor
         return torch.cat([tensor, tensor / 2 if tensor.is_floating_point() else tensor])
 
-    return mapped(value, twice) if count_samples(value) == 1 else value
+    return map_tensors(value, twice) if count_samples(value) == 1 else value
 
 
 # ---- How far a tensor moved: to the bit, where not a number equals not a number, and beyond what kernels round
@@ -305,18 +307,18 @@ def _same(one: Tensor, other: Tensor) -> Tensor:
     return (one == other) | ((one != one) & (other != other))
 
 
-def equal(one: Tensor, other: Tensor, *, fast: bool = True) -> bool:
+def equal_tensors(one: Tensor, other: Tensor, *, fast: bool = True) -> bool:
     """To the bit, where nan equals nan. ``fast``: quicker where they are equal, but a device is waited for twice where they are not."""
     return one.shape == other.shape and bool((fast and torch.equal(one, other)) or _same(one, other).all())
 
 
-def moved(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
+def relative_change(old: Tensor, new: Tensor, *, exact: bool = False) -> float:
     """The largest change relative to the largest value; 0 within rounding, or with ``exact`` in double precision to the bit."""
-    if equal(old, new):
+    if equal_tensors(old, new):
         return 0.0
     if not (old.is_floating_point() or old.is_complex()):
         return float("inf")
-    old, new = capable(old), capable(new)
+    old, new = to_capable(old), to_capable(new)
     same = _same(old, new)  # infinite or not a number before and after is not a change
     wide = torch.complex128 if old.is_complex() else torch.float64
     difference = torch.nan_to_num((new.to(wide) - old.to(wide))[~same].abs(), nan=float("inf")).max().item()

@@ -18,9 +18,9 @@ from torch import nn
 from sensli.errors import UnsupportedModel
 from sensli.modules import random_state
 from sensli.modules.configs import is_configuration
-from sensli.modules.running import let_memory_through, mapped, run, tensors
+from sensli.modules.running import let_memory_through, map_tensors, run, tensors
 from sensli.modules.wrappers import class_of
-from sensli.text.commands import imported
+from sensli.text.commands import import_optional
 
 _SMALL = {  # fields that are widths or lengths, and how large they are in a sibling
     "vocab_size": 128, "max_position_embeddings": 256, "n_positions": 256, "n_ctx": 256, "max_source_positions": 32,
@@ -44,7 +44,7 @@ _BLOCKS = 3  # a first, a last and one between, if all are of one kind
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without the progress bars and reports of transformers, which would be about siblings; random numbers stay as they were."""
-    logging: Any = imported("transformers.utils.logging", "a small sibling", extra="transformers")
+    logging: Any = import_optional("transformers.utils.logging", "a small sibling", extra="transformers")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -226,7 +226,7 @@ def _cut(example: Any, config: Any) -> Any:
             return tensor.float()
         return tensor % vocabulary if vocabulary and tensor.dtype == torch.long else tensor
 
-    return mapped(example, cut)
+    return map_tensors(example, cut)
 
 
 def is_configured(model: nn.Module) -> bool:

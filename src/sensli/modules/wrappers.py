@@ -30,7 +30,7 @@ def forget_compiled(model: nn.Module) -> None:
 
     torch.compile would notice by itself, but counts each change, and after eight it silently stops compiling.
     """
-    chain = around(model)
+    chain = wrappers_around(model)
     modules = (*chain[:-1], *chain[-1].modules())
     found = [each for each in modules if "_orig_mod" in each._modules or each.__dict__.get("_compiled_call_impl")]
     if not found:
@@ -98,7 +98,7 @@ _ENGINES = {
 }
 
 
-def around(model: nn.Module) -> list[nn.Module]:
+def wrappers_around(model: nn.Module) -> list[nn.Module]:
     """The wrappers around the user's own module, the outermost first, and that module last."""
     chain = [model]
     while True:
@@ -114,18 +114,18 @@ def around(model: nn.Module) -> list[nn.Module]:
 _AROUND_BLOCKS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
-def inside(block: nn.Module) -> nn.Module:
+def block_inside(block: nn.Module) -> nn.Module:
     """The block in wrappers that compile it or checkpoint its activations."""
     for name in _AROUND_BLOCKS:
         inner = block._modules.get(name)
         if inner is not None:
-            return inside(inner)
+            return block_inside(inner)
     return block
 
 
 def bare(model: nn.Module, name: str = "model") -> nn.Module:
     """The user's own module: torch.compile and DistributedDataParallel are looked through, what would fail silently is refused."""
-    own = around(checks.model(name, model))[-1]
+    own = wrappers_around(checks.model(name, model))[-1]
     if isinstance(own, torch.jit.ScriptModule):
         raise UnsupportedModel(
             f"{type(own).__name__} is scripted, and a scripted module can be neither read nor changed. "
@@ -219,7 +219,7 @@ def own_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in model.parameters() if id(parameter) not in inside)
 
 
-def eager() -> AbstractContextManager[Any]:
+def run_eagerly() -> AbstractContextManager[Any]:
     """Compiled modules run as they are written, because compiled code does not call the hooks that a measurement sets."""
     # Whoever compiles has imported dynamo; for the others the import would cost seconds.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from sensli.errors import BadExample, SensliError, UnsupportedModel, WrongType
 from sensli.modules import checks, random_state, running
-from sensli.modules.engines.distributed import Together, numbered
+from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.engines.fsdp import check_resized, reshard
 from sensli.modules.flops import FlopCounter, unchanged
 from sensli.modules.grown import Chain
 from sensli.modules.siblings import Sibling
-from sensli.modules.wrappers import class_of, eager, is_sharded
-from sensli.moves.inserting import join
+from sensli.modules.wrappers import class_of, is_sharded, run_eagerly
+from sensli.moves.inserting import join_path
 from sensli.moves.layers import Layer, fit_activation, windows_like
 from sensli.moves.point import ListPlace, Ref, attribute
 from sensli.moves.roles import units_made
@@ -53,7 +53,7 @@ def made_sibling(make: Any, model: nn.Module, example: Any) -> Sibling:
     except Exception as error:
         running.let_memory_through(error)
         raise UnsupportedModel(
-            f"sibling={checks.shown(make)} makes no model, it raises {type(error).__name__}: {error}. Give a function that can be "
+            f"sibling={checks.show_value(make)} makes no model, it raises {type(error).__name__}: {error}. Give a function that can be "
             "called without arguments."
         ) from error
     small, its = made if isinstance(made, tuple) and len(made) == 2 else (made, example)
@@ -100,7 +100,7 @@ class Likeness:
                 parameter is not None and other is not None and parameter.dim() != other.dim()
             ):
                 raise _differs(
-                    f"'{join(path, name)}' is {_form(parameter)} in the model and {_form(other)} in the sibling"
+                    f"'{join_path(path, name)}' is {_form(parameter)} in the model and {_form(other)} in the sibling"
                 )
         self.like[path] = its
         own, theirs = self._parts(large, small, path), _parts(small)
@@ -110,16 +110,16 @@ class Likeness:
             missing = next((name for name in (*own, *theirs) if name not in own or name not in theirs), None)
             if missing is not None:
                 has, lacks = ("the model", "the sibling") if missing in own else ("the sibling", "the model")
-                raise _differs(f"{has} has a module '{join(path, missing)}' and {lacks} has none")
+                raise _differs(f"{has} has a module '{join_path(path, missing)}' and {lacks} has none")
             pairs = [(name, name) for name in own]
         for key, like in pairs:
-            self._walk(own[key], theirs[like], join(path, key), join(its, like))
+            self._walk(own[key], theirs[like], join_path(path, key), join_path(its, like))
 
     def _inside(self, large: nn.Module, small: nn.Module, path: str) -> tuple[nn.Module, str]:
         """The module itself, where layers were inserted around it."""
         while isinstance(large, Chain) and not isinstance(small, Chain):
             self._say_inserted(path, (name for name in large._modules if name != "anchor"))
-            large, path = large.get_submodule("anchor"), join(path, "anchor")
+            large, path = large.get_submodule("anchor"), join_path(path, "anchor")
         return large, path
 
     def _parts(self, large: nn.Module, small: nn.Module, path: str) -> dict[str, nn.Module]:
@@ -130,7 +130,7 @@ class Likeness:
 
     def _say_inserted(self, path: str, names: Any) -> None:
         self.unlike.update(
-            {join(path, name): "was inserted into the model, and the sibling has none like it" for name in names}
+            {join_path(path, name): "was inserted into the model, and the sibling has none like it" for name in names}
         )
 
     def _matched(self, own: Sequence[nn.Module], theirs: Sequence[nn.Module], path: str) -> list[tuple[str, str]]:
@@ -154,10 +154,10 @@ class Likeness:
             if found is not None:
                 pairs.append((str(number), str(found)))
             elif any(type(part).__module__.startswith("sensli.") for part in block.modules()):
-                self.unlike[join(path, str(number))] = "has grown, and no block of the sibling is like it"
+                self.unlike[join_path(path, str(number))] = "has grown, and no block of the sibling is like it"
             else:
                 raise _differs(
-                    f"'{join(path, str(number))}' ({_shown(block)}) is like no block of '{path}' in the sibling"
+                    f"'{join_path(path, str(number))}' ({_shown(block)}) is like no block of '{path}' in the sibling"
                 )
         return pairs
 
@@ -189,7 +189,7 @@ class Likeness:
         together, parts = True, home.split(".")
         for depth, name in enumerate(its.split(".") if its else ()):
             while isinstance(large, Chain) and not isinstance(small, Chain):
-                large, path = large.get_submodule("anchor"), join(path, "anchor")
+                large, path = large.get_submodule("anchor"), join_path(path, "anchor")
             own, theirs = self._numbered(large), self._numbered(small)
             small = small.get_submodule(name)
             if own and theirs and own != theirs:
@@ -204,9 +204,9 @@ class Likeness:
                 together = together and depth < len(parts) and parts[depth] == name
             if name not in large._modules:
                 return None
-            large, path = large.get_submodule(name), join(path, name)
+            large, path = large.get_submodule(name), join_path(path, name)
         while isinstance(large, Chain) and not isinstance(small, Chain):
-            large, path = large.get_submodule("anchor"), join(path, "anchor")
+            large, path = large.get_submodule("anchor"), join_path(path, "anchor")
         return path if _named(large) == _named(small) else None
 
     def _numbered(self, module: nn.Module) -> int:
@@ -295,7 +295,7 @@ def _surveyed(model: nn.Module, example: Any) -> dict[str, _Called]:
 
         return hook
 
-    with unchanged(model), torch.no_grad(), eager():
+    with unchanged(model), torch.no_grad(), run_eagerly():
         try:
             for path, module in model.named_modules():
                 handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True, prepend=True))
@@ -618,5 +618,5 @@ def carry_over(
                 f"{error} That was the sibling, which may take another example than the model: return a pair from sibling=, the small "
                 "model and an example for it."
             ) from error
-        together.agree_on(numbered("site of the sibling", found[0]), last=False)
+        together.agree_on(number_facts("site of the sibling", found[0]), last=False)
         return Carrying(likeness, example, request).carried(found)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from sensli.errors import UnsupportedModel, UnsupportedSite
 from sensli.modules.copies import NoDropout
 from sensli.modules.grown import count_growths
-from sensli.modules.running import capable, device_of, first_tensor, put, run, to_device
-from sensli.modules.wrappers import eager, is_sharded
-from sensli.moves.inserting import forget, recall, remember
+from sensli.modules.running import device_of, first_tensor, put, run, to_capable, to_device
+from sensli.modules.wrappers import is_sharded, run_eagerly
+from sensli.moves.inserting import forget, recall, remember_lost
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import role_of
 from sensli.moves.sites import Cost, Edit, Kind, New, Site, plural
@@ -166,11 +166,11 @@ class Exchanging(Edit):
         for each, value in zip(self.resized, self._new, strict=True):
             put(each.tensor, value)
         change_sizes(self._move.width, self._move.units - self._move.width.units)
-        remember(self.module, self.resized)
+        remember_lost(self.module, self.resized)
 
     def settled(self) -> None:
         forget(self.module, self.resized)
-        remember(self.module, self.resized)
+        remember_lost(self.module, self.resized)
 
     def revert(self) -> None:
         forget(self.module, self.resized)
@@ -222,7 +222,7 @@ def _entries(exchange: Exchange, fill: str, value: Tensor, generator: torch.Gene
     shape = list(value.shape)
     shape[exchange.dim] = exchange.fresh
     # Rows of zeros would never come alive.
-    spread = float(capable(there).double().std(correction=0)) or (value.numel() / value.shape[exchange.dim]) ** -0.5
+    spread = float(to_capable(there).double().std(correction=0)) or (value.numel() / value.shape[exchange.dim]) ** -0.5
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).mul(spread).to(value)
 
 
@@ -266,7 +266,7 @@ class Spotting:
                     module = find_part(self._model, axis.module)[1]
                     hook = partial(self._see, (number, place), axis, width.units)
                     handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-            with torch.no_grad(), eager(), nullcontext() if dropout else NoDropout():
+            with torch.no_grad(), run_eagerly(), nullcontext() if dropout else NoDropout():
                 run(self._model, to_device(given, device_of(self._model)))
         finally:
             for handle in handles:

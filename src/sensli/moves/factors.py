@@ -67,7 +67,7 @@ class Outer:
         return replace(self, others=(*self.others, other))
 
     def added_to(self, total: Tensor | None) -> Tensor:
-        """The total with this added in place, a new one if there is none. Only `mirrored` fills it above the diagonal."""
+        """The total with this added in place, a new one if there is none. Only `mirror_moment` fills it above the diagonal."""
         rows: Tensor = upcast(self.rows.values)
         factor, beta = self.factor * self.rows.seen / max(self.rows.used, 1), 1.0
         if total is None:
@@ -85,10 +85,10 @@ class Outer:
 
     def moment(self) -> Tensor:
         """Written out."""
-        return mirrored(self.added_to(None))
+        return mirror_moment(self.added_to(None))
 
 
-def mirrored(moment: Tensor) -> Tensor:
+def mirror_moment(moment: Tensor) -> Tensor:
     """The same tensor, with what is below the diagonal above it as well."""
     for low, high in _blocks(moment.shape[-1]):
         moment[:, :low, low:high] = moment[:, low:high, :low].mT
@@ -137,7 +137,7 @@ def parts_of(
     return parts
 
 
-def factored(sums: Mapping[str, Tensor]) -> list[Factored]:
+def factored_maps(sums: Mapping[str, Tensor]) -> list[Factored]:
     """The maps that `sums_of` has summed."""
     numbers = sorted(int(name.removeprefix("map")) for name in sums if name.startswith("map"))
     return [Factored(*(sums[f"{part}{index}"] for part in ("map", *MOMENTS))) for index in numbers]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sensli.errors import UnsupportedModel, WrongType, one_of
+from sensli.errors import UnsupportedModel, WrongType, unknown_choice
 from sensli.modules import checks
 from sensli.modules.copies import OnlyRead, SharedMemoryWritten
 from sensli.modules.running import device_of, tf32_note_of, to_device, without_autocast
@@ -22,7 +22,7 @@ from sensli.moves.dead import NarrowKind, RecycleKind
 from sensli.moves.layers import LayerKind
 from sensli.moves.point import Ref
 from sensli.moves.search import Request, Search
-from sensli.moves.sites import Kind, Move, Site, Sites, Skipped, Where, check_where, filter_sites, remember
+from sensli.moves.sites import Kind, Move, Site, Sites, Skipped, Where, check_where, filter_sites, remember_sites
 from sensli.moves.stacking import StackKind
 from sensli.moves.trace.flow import check_values, record
 from sensli.moves.trace.stacks import parent_of
@@ -47,7 +47,7 @@ def move_from_dict(data: Mapping[str, Any]) -> Move:
         raise TypeError(f"a move must be a mapping, got a {type(data).__name__}")
     tag = data["tag"]
     if tag not in known:
-        raise ValueError(one_of("tag", tag, tuple(known)))
+        raise ValueError(unknown_choice("tag", tag, tuple(known)))
     move: Move = known[tag].from_dict({key: value for key, value in data.items() if key != "tag"})
     return move
 
@@ -161,7 +161,7 @@ def find_sites(
         found, skipped, notes = _found(model, example, request, sibling)
     found, skipped = _outside_of_averages(model, found, skipped)
     sites = [replace(site, _root=Ref.to("", model)) for site in found]
-    remember(model, sites)
+    remember_sites(model, sites)
     return Sites(filter_sites(sites, where), skipped, notes=notes, model_name=type(model).__name__)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import HistoryError, MovedSite, UnsupportedModel
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.grown import Chain
-from sensli.modules.running import Slot, capable, whole
+from sensli.modules.running import Slot, to_capable, whole_tensor
 from sensli.moves.point import Bind, ListPlace, Point, Ref, first_number, list_renames, put_into_list, take_from_list
 from sensli.moves.roles import units_made
 from sensli.moves.sites import Edit, New, Site
@@ -40,7 +40,7 @@ class Cut:
     @property
     def path(self) -> str:
         """The path of the new module."""
-        return join(join(self.parent, self.key) if self.way == "wrap" else self.parent, self.new)
+        return join_path(join_path(self.parent, self.key) if self.way == "wrap" else self.parent, self.new)
 
 
 def plan_cut(model: nn.Module, point: Point, path: str, *, takes_call: bool = False) -> Cut:
@@ -117,10 +117,10 @@ def renames_of(model: nn.Module, cut: Cut) -> dict[str, str]:
         return list_renames(model, cut.parent, int(cut.new))
     if cut.way == "sequence":
         return {}
-    path = join(cut.parent, cut.key)
+    path = join_path(cut.parent, cut.key)
     anchor = model.get_submodule(path)
     names = [name for name, _ in (*anchor.named_parameters(), *anchor.named_buffers())]
-    return {join(path, name): join(path, f"anchor.{name}") for name in names}
+    return {join_path(path, name): join_path(path, f"anchor.{name}") for name in names}
 
 
 def is_nested(path: str) -> bool:
@@ -136,7 +136,7 @@ def _is_end(container: nn.Module, key: str, side: str) -> bool:
     return key == (keys[-1] if side == "after" else keys[0])
 
 
-def join(parent: str, name: str) -> str:
+def join_path(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
@@ -237,7 +237,7 @@ class Insertion(Edit):
         self.name = self._cut.path
         self.renames = renames_of(model, self._cut)
         self.beside = {
-            join(place, name): tuple(p.shape)
+            join_path(place, name): tuple(p.shape)
             for place, module in self._around
             for name, p in module.named_parameters(recurse=False)
         }
@@ -285,7 +285,7 @@ def new_parameters(
     beside = ", ".join(f"'{ref.path}'" for ref in site.point.neighbours[:2])
     return [
         New(
-            join(prefix, name),
+            join_path(prefix, name),
             each,
             (*([relatives[name]] if name in relatives else []), *_near(each, neighbours)),
             beside,
@@ -329,7 +329,7 @@ class _Kept:
 _KEPT: weakref.WeakKeyDictionary[nn.Module, tuple[_Kept, ...]] = weakref.WeakKeyDictionary()
 
 
-def remember(module: nn.Module, resized: Sequence[Resize]) -> None:
+def remember_lost(module: nn.Module, resized: Sequence[Resize]) -> None:
     """After an edit of this module: what it took is in `Resize.lost`."""
     about_to_change(_KEPT)
     _KEPT[module] = (*_KEPT.get(module, ()), _Kept(resized, _sizes(resized)))[-_DEEP:]
@@ -361,4 +361,8 @@ def _change(each: Resize) -> tuple[object, ...]:
 
 def _sizes(resized: Sequence[Resize]) -> list[float]:
     """How large the parameters are, which a step changes."""
-    return [float(capable(whole(each.tensor).detach()).abs().double().sum()) for each in resized if each.is_parameter]
+    return [
+        float(to_capable(whole_tensor(each.tensor).detach()).abs().double().sum())
+        for each in resized
+        if each.is_parameter
+    ]

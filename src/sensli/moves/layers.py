@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import one_of
+from sensli.errors import unknown_choice
 from sensli.modules.grown import CONVS, Chain, ParametricLayer, ResidualLayer, empty_module
 from sensli.modules.running import upcast
 from sensli.moves.factors import Outer, Windows, of_convolution, of_features, parts_of
@@ -25,7 +25,7 @@ from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Cost, Gauge, Kind, Site
 from sensli.moves.trace.flow import ModuleCall, SeenTensor
 from sensli.moves.trace.graph import Channels, channels, is_score, nearest_parameters, operation, origin
-from sensli.moves.trace.stacks import ACTIVATIONS, RELU, TANH, Activation, functional, never_negative
+from sensli.moves.trace.stacks import ACTIVATIONS, RELU, TANH, Activation, activation_of, never_negative
 from sensli.moves.trial import IdentityStandIn
 from sensli.text.commands import FORMS
 
@@ -215,7 +215,7 @@ class Layer(Inserts):
         elif self.form == "parametric":
             layer = ParametricLayer(self.kind, weight(1.0), self.activation.build())
         else:
-            raise ValueError(one_of("layer form", self.form, FORMS))
+            raise ValueError(unknown_choice("layer form", self.form, FORMS))
         return layer.to(device=device, dtype=dtype)
 
     def _norm(self, device: torch.device | None = None) -> nn.Module | None:
@@ -280,7 +280,7 @@ class Layer(Inserts):
         known = (("layer form", self.form, FORMS), ("kind", self.kind, ("linear", "conv")))
         for what, value, names in (*known, ("activation", self.activation.name, ACTIVATIONS)):
             if value not in names:
-                raise ValueError(one_of(what, value, names))
+                raise ValueError(unknown_choice(what, value, names))
         unknown = dict(self.activation.arguments).keys() - set(ACTIVATIONS[self.activation.name])
         if unknown:
             raise ValueError(f"{self.activation.name} does not take {sorted(unknown)}")
@@ -317,7 +317,7 @@ class Placing:
         """What could be put at a point, the best first; the others are for the case that a trial refuses it. Raises `Refused`."""
         self.search.check(call, side, seen, block=block)
         near = self.around.neighbours(call, seen)
-        form = form or self._form(seen, activation or functional(seen.node))
+        form = form or self._form(seen, activation or activation_of(seen.node))
         layer = self._plan(form, call, seen, near, activation)
         point = self.search.point(call, side, seen, block=block)
         yield from layer.ways(Site(point, layer))
@@ -378,7 +378,7 @@ class Placing:
         if lies.dim not in (1, len(shape) - 1):
             raise Refused(f"its features are in dimension {lies.dim} of {len(shape)}, neither second nor last")
         conv = lies.dim == 1 and (lies.first or len(shape) > 2) and 3 <= len(shape) <= 5
-        s = RELU if form == "relu" else (activation or functional(seen.node) or self._activation_in(call) or TANH)
+        s = RELU if form == "relu" else (activation or activation_of(seen.node) or self._activation_in(call) or TANH)
         if not conv:
             if lies.dim != len(shape) - 1:
                 raise Refused(
@@ -404,7 +404,7 @@ class Placing:
             if inner.began > call.ended:
                 break
             if isinstance(inner.module, LAYERS) and inner.inputs:
-                known = functional(origin(inner.inputs[0].node))
+                known = activation_of(origin(inner.inputs[0].node))
                 if known is not None:
                     return known
         return None
@@ -413,7 +413,7 @@ class Placing:
 def after_batch_norm(node: Any) -> bool:
     """Whether the values are those of a batch norm, bent by an activation."""
     node = origin(node)
-    if node is None or functional(node) is None:
+    if node is None or activation_of(node) is None:
         return False
     source = origin(node.next_functions[0][0])
     return source is not None and operation(source) in ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
@@ -535,7 +535,7 @@ class _Visit:
             if not isinstance(call.module, LAYERS) or not call.inputs or self.around.in_block(call.path):
                 continue
             source = origin(call.inputs[0].node)
-            activation = functional(source)
+            activation = activation_of(source)
             if activation is None or source in self.search.taken:
                 continue
             if not self._is_single(call):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from sensli.errors import MeasurementError, one_of
+from sensli.errors import MeasurementError, unknown_choice
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.grown import Chain
 from sensli.modules.running import Slot, first_tensor, value_at, with_first, with_value
@@ -166,7 +166,7 @@ def _number(blocks: list[nn.Module], indices: tuple[Index, ...]) -> None:
                 setattr(module, index.name, position + index.offset)
 
 
-def unwrapped(block: nn.Module) -> nn.Module:
+def unwrap_block(block: nn.Module) -> nn.Module:
     """The block itself, where its list holds a chain around it."""
     while isinstance(block, Chain):
         block = block.get_submodule("anchor")
@@ -175,7 +175,7 @@ def unwrapped(block: nn.Module) -> nn.Module:
 
 def _submodule(block: nn.Module, path: str) -> nn.Module | None:
     try:
-        return unwrapped(block).get_submodule(path)
+        return unwrap_block(block).get_submodule(path)
     except AttributeError:
         return None
 
@@ -317,7 +317,7 @@ class Point(Plain):
 
     def _verify(self) -> None:
         if self.side not in SIDES:
-            raise ValueError(one_of("side", self.side, SIDES))
+            raise ValueError(unknown_choice("side", self.side, SIDES))
 
 
 # ---- Where a value is caught as it passes a point: what the module gave or will be given is handed on as a separate view.

@@ -16,7 +16,7 @@ from sensli.errors import UnknownSite, WrongType
 from sensli.modules import checks
 from sensli.modules.copies import first_difference
 from sensli.modules.wrappers import bare
-from sensli.moves.factors import Factored, Outer, factored
+from sensli.moves.factors import Factored, Outer, factored_maps
 from sensli.moves.point import Bind, Point, Ref
 from sensli.moves.roles import Geometry
 from sensli.moves.stretching import Resize
@@ -206,7 +206,7 @@ class Gauge:
 
     def factored(self, sums: Mapping[str, Tensor]) -> list[Factored]:
         """The same for the natural merit: gradients as matrices, with the moments of both sides."""
-        return factored(sums)
+        return factored_maps(sums)
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
         """The site with what was measured: growing there makes exactly the network whose gradient it was."""
@@ -494,7 +494,7 @@ _MOST = 12  # names in an error text
 _found: WeakKeyDictionary[nn.Module, tuple[Site, ...]] = WeakKeyDictionary()
 
 
-def remember(model: nn.Module, sites: Iterable[Site]) -> None:
+def remember_sites(model: nn.Module, sites: Iterable[Site]) -> None:
     """What the last search of the model found."""
     _found[model] = tuple(sites)
 

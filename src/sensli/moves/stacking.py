@@ -16,17 +16,17 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import nn
 
-from sensli.errors import SensliError, UnknownSite, UnsupportedSite, one_of
+from sensli.errors import SensliError, UnknownSite, UnsupportedSite, unknown_choice
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import readable_part
 from sensli.modules.grown import grown_modules, new_in
 from sensli.modules.running import device_of, note, run, tensors, to_device
-from sensli.modules.wrappers import bare, compile_like, inside
+from sensli.modules.wrappers import bare, block_inside, compile_like
 from sensli.moves.inserting import (
     Cut,
     apply_cut,
     example_parameter,
-    join,
+    join_path,
     new_parameters,
     plan_cut,
     renames_of,
@@ -130,7 +130,7 @@ class StackCopy(Plain):
         if not self.blocks or self.copies < 1:
             raise ValueError(f"{self.copies} copies of {len(self.blocks)} blocks are not a stack")
         if self.order not in ORDERS:
-            raise ValueError(one_of("order", self.order, ORDERS))
+            raise ValueError(unknown_choice("order", self.order, ORDERS))
         if not (0 <= self.noise < math.inf and self.seed >= 0):
             raise ValueError(f"a noise of {self.noise} with seed {self.seed} cannot be drawn")
 
@@ -175,7 +175,7 @@ class Stacking(Edit):
         self.name = self._paths[0]
         self.renames = _renames(model, self._cuts)
         self.beside = {
-            join(place, name): tuple(p.shape)
+            join_path(place, name): tuple(p.shape)
             for place, module in self._around
             for name, p in module.named_parameters(recurse=False)
         }
@@ -225,7 +225,7 @@ def _cuts(model: nn.Module, groups: Sequence[tuple[Cut, Sequence[str]]]) -> list
                 cuts.append(replace(first, key=str(source_now), new=str(position)))
             continue
         wraps = first.way == "wrap"
-        parent = join(first.parent, first.key) if wraps else first.parent
+        parent = join_path(first.parent, first.key) if wraps else first.parent
         taken = (
             set()
             if wraps
@@ -281,7 +281,7 @@ def _key_in(container: str, path: str) -> str:
 NO_STACK = "it has no stack of equal blocks that the example runs through, one after the other"
 
 
-def find_stacks(model: nn.Module, example: Any, *, order: str = "stack", spare: int = 0) -> Sites:
+def find_stack_copies(model: nn.Module, example: Any, *, order: str = "stack", spare: int = 0) -> Sites:
     """For each stack of equal blocks the site that copies it once, but for so many blocks at each of its ends. The model is only read."""
     model = bare(model)
     check_values(example)
@@ -327,7 +327,7 @@ def _site(search: Search, finder: TwinFinder, stack: Stack, order: str, spare: i
     parameters = sum(parameter.numel() for _, block in blocks for parameter in block.parameters())
     flops = sum(map(block_flops, copied))
     refs = tuple(Ref.to(*block) for block in blocks)
-    return Site(point, StackCopy(type(inside(last.module)).__name__, refs, 1, parameters, flops, order))
+    return Site(point, StackCopy(type(block_inside(last.module)).__name__, refs, 1, parameters, flops, order))
 
 
 def _place(search: Search, finder: TwinFinder, stack: Stack, last: ModuleCall) -> tuple[bool, ListPlace | None]:
@@ -383,6 +383,6 @@ def _first(output: Any) -> tuple[int, ...] | None:
 
 
 class StackKind(Kind):
-    """Reads its moves from JSON, and proposes none: `find_sites` finds what keeps the function. `find_stacks` finds these."""
+    """Reads its moves from JSON, and proposes none: `find_sites` finds what keeps the function. `find_stack_copies` finds these."""
 
     move: ClassVar[type[StackCopy]] = StackCopy

@@ -24,27 +24,27 @@ from sensli.modules.running import (
     brief_error,
     count_samples,
     device_of,
-    equal,
+    equal_tensors,
     first_samples,
     first_tensor,
     let_memory_through,
-    moved,
     note,
+    relative_change,
     rounding,
     run,
     tensors,
     to_device,
-    undrawn,
+    undraw_hooks,
     untouched,
     value_at,
     with_another,
     with_first,
 )
-from sensli.modules.wrappers import eager
+from sensli.modules.wrappers import run_eagerly
 from sensli.moves.inserting import Cut, Inserts, apply_cut, plan_cut, take_out
 from sensli.moves.point import handed_on, tap
 from sensli.moves.sites import Site
-from sensli.moves.trace.flow import Flow, SeenTensor, fresh
+from sensli.moves.trace.flow import Flow, SeenTensor, copy_example
 from sensli.moves.trace.stacks import manner
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Rehearsal:
         # Never chained: somebody's train() returns None.
         self.model.train(training)
         try:
-            with untouched(self.model), torch.set_grad_enabled(graph), eager():
+            with untouched(self.model), torch.set_grad_enabled(graph), run_eagerly():
                 yield self._examples[training]
         finally:
             self.model.eval()
@@ -182,7 +182,7 @@ class IdentityStandIn(nn.Module):
         with torch.no_grad():
             shown = self.layer(piece.detach())
         result = x.relu() if self._plan.form == "relu" else x.clone()
-        return result if equal(shown, self._plan.gives(piece).detach()) else torch.full_like(result, torch.nan)
+        return result if equal_tensors(shown, self._plan.gives(piece).detach()) else torch.full_like(result, torch.nan)
 
 
 # ---- The layers of a trial: put into the copy of a model at every site, and watched while it runs.
@@ -215,10 +215,12 @@ class NewLayer:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             value, result = inputs.pop(), first_tensor(output)
             self.output = result
-            self.same = self.same and result is not None and equal(result.detach(), move_of(self.site).gives(value))
+            self.same = (
+                self.same and result is not None and equal_tensors(result.detach(), move_of(self.site).gives(value))
+            )
 
         return [
-            *undrawn(self.layer),
+            *undraw_hooks(self.layer),
             self.layer.register_forward_pre_hook(before, with_kwargs=True),
             self.layer.register_forward_hook(after, with_kwargs=True),
         ]
@@ -268,7 +270,7 @@ def difference(before: Any, after: Any, in_list: bool) -> str:
         elif one.shape != other.shape or one.dtype != other.dtype:
             return f"the model's output changes from shape {tuple(one.shape)} to {tuple(other.shape)}"
         else:
-            distance = moved(one.detach(), other.detach())
+            distance = relative_change(one.detach(), other.detach())
             if distance:
                 return f"the model's output changes by {distance:.1e}"
     return ""
@@ -288,7 +290,7 @@ def _parts(value: Any, in_list: bool) -> Iterator[Any]:
         yield value
 
 
-def alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
+def are_alike(one: Tensor | None, other: Tensor | None, on: Tensor | None) -> bool:
     if one is None or other is None or one.shape != other.shape:
         return False
     difference = one - other if on is None else (one - other) * on
@@ -426,7 +428,7 @@ class LayerRehearsal(Rehearsal):
                 _seed(0)
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.seed(0)
-                output = run(self.model, fresh(example, nodes=graph and nodes and self._flow.takes_gradients))
+                output = run(self.model, copy_example(example, nodes=graph and nodes and self._flow.takes_gradients))
                 if then is not None:
                     then(output)
                 return output
@@ -493,15 +495,15 @@ class LayerRehearsal(Rehearsal):
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
         tried = [i for i, site in enumerate(sites) if move_of(site).caught_at_site and i not in wrong]
         # An identity hands back what it gets. Where more comes back to its input, that is used elsewhere, and a measurement must tell.
-        open_ones = [i for i in tried if not alike(gradients[i], before[i], on[i])]
+        open_ones = [i for i in tried if not are_alike(gradients[i], before[i], on[i])]
         # A loop of the model's own may treat gradients by a block's position, which the new ones have moved: those without them must be the
         # same.
         in_list = [i for i in tried if self._in_own_loop(sites[i]) and i not in open_ones]
         recorded = self._recorded_gradients([sites[i] for i in in_list])
-        open_ones += [i for i, g in zip(in_list, recorded, strict=True) if not alike(gradients[i], g, on[i])]
+        open_ones += [i for i, g in zip(in_list, recorded, strict=True) if not are_alike(gradients[i], g, on[i])]
         caught = self._caught_gradients([sites[i] for i in open_ones]) if open_ones else None
         if caught is not None:
-            differ = (i for i, g in zip(open_ones, caught, strict=True) if not alike(gradients[i], g, on[i]))
+            differ = (i for i, g in zip(open_ones, caught, strict=True) if not are_alike(gradients[i], g, on[i]))
             wrong.update(dict.fromkeys(differ, _OTHER_GRADIENT))
         return wrong
 

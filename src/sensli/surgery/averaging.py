@@ -23,7 +23,7 @@ from sensli.errors import UnsupportedModel
 from sensli.modules.copies import copied_model
 from sensli.modules.engines.distributed import Together
 from sensli.modules.grown import Chain, grown_modules
-from sensli.modules.running import sharded_like, whole
+from sensli.modules.running import sharded_like, whole_tensor
 from sensli.modules.wrappers import averages_in, bare, is_sharded, own_modules
 from sensli.moves.point import Ref
 from sensli.moves.stretching import is_own
@@ -235,10 +235,10 @@ def _take_values(target: nn.Module, growth: Growth, model: nn.Module, trains: bo
         if growth.parameters and not edit.copies:
             values = _values(model.get_submodule(growth.name))
             for name, tensor in _values(edit.module).items():
-                tensor.copy_(sharded_like(whole(values[name]).to(tensor.device, tensor.dtype), tensor))
+                tensor.copy_(sharded_like(whole_tensor(values[name]).to(tensor.device, tensor.dtype), tensor))
         values = _values(model)
         for each in edit.resized:
-            old, value = whole(each.tensor), whole(values[each.name])
+            old, value = whole_tensor(each.tensor), whole_tensor(values[each.name])
             each.tensor.copy_(sharded_like(torch.where(is_own(each), old, value.to(old)), each.tensor))
     for name in growth.parameters:
         target.get_parameter(name).requires_grad_(trains)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from sensli.errors import MeasurementError
-from sensli.merits.catching import split
+from sensli.merits.catching import split_batch
 from sensli.merits.measuring import EMPTY
 from sensli.modules import checks, random_state
 from sensli.modules.engines.all_or_nothing import AllOrNothing
@@ -99,7 +99,7 @@ def find_dead(
     start = random_state.capture()
     with untouched(network), random_state.kept_of_loader(batches):
         pairs = (
-            (split(batch, index, network) for index, batch in enumerate(batches))
+            (split_batch(batch, index, network) for index, batch in enumerate(batches))
             if batches is not None
             else [(example, None)]
         )

@@ -127,7 +127,7 @@ class Outputs:
 def _run(model: nn.Module, given: Any, layers: Sequence[nn.Module] = (), *, dropout: bool = True) -> OutputRun:
     """Run the model; what the new layers draw is drawn aside, so that everything else draws what it drew without them."""
     mode = nullcontext() if dropout else NoDropout()
-    handles = [handle for layer in layers for handle in running.undrawn(layer)]
+    handles = [handle for layer in layers for handle in running.undraw_hooks(layer)]
     try:
         with running.untouched(model), torch.no_grad(), mode:
             output = running.run(model, running.to_device(given, running.device_of(model)))
@@ -143,7 +143,7 @@ def _distance(before: OutputRun, after: OutputRun, allowed: float | None) -> flo
         return float("inf")
     exact = (torch.float64, torch.complex128) if allowed is None else ()
     pairs = zip(before.tensors, after.tensors, strict=True)
-    distance = max((running.moved(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)
+    distance = max((running.relative_change(old, new, exact=old.dtype in exact) for old, new in pairs), default=0.0)
     return distance if distance > (allowed or 0.0) else 0.0
 
 
@@ -323,7 +323,7 @@ def _to_freeze(model: nn.Module) -> list[nn.Parameter]:
     of = {id(named[name]): growth.number for name, growth in current_names(growths).items() if name in named}
     training = [parameter for parameter in own_parameters(model) if parameter.requires_grad]
     kept = {growth.number for growth in growths if growth.freeze_rest}
-    kept |= {of[id(each)] for each in training if id(each) in of and not running.whole(each).any()}
+    kept |= {of[id(each)] for each in training if id(each) in of and not running.whole_tensor(each).any()}
     for growth in growths:
         _refuse_resting_units(model, growth)
     return [each for each in training if of.get(id(each)) not in kept]
@@ -342,7 +342,7 @@ def _refuse_resting_units(model: nn.Module, growth: Growth) -> None:
                 tensor, stretch = getattr(axis.module.find_module(), axis.name), width.stretch(axis)
                 ends = axis.start + axis.outer * (width.units + width.more) * axis.inner
                 if axis.fill == fill and tensor.dim() > 1 and tensor.requires_grad and tensor.shape[axis.dim] >= ends:
-                    parts.append(stretch.entries(running.whole(tensor)))
+                    parts.append(stretch.entries(running.whole_tensor(tensor)))
             if parts and not any(bool(part.any()) for part in parts):
                 raise UnsupportedSite(
                     f"freeze_rest must be False here, got True: the units of growth {growth.number} ({growth.site}) have no effect yet, "

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
-from sensli.errors import HistoryError, WrongType, brief
+from sensli.errors import HistoryError, WrongType, brief_text
 from sensli.modules import checks
 from sensli.moves.sites import Site
 from sensli.surgery.rates import OwnRate, RateScaling
@@ -113,7 +113,7 @@ class Growth(Plain):
         missing = [key for key in cls._needed if not isinstance(data, Mapping) or key not in data]
         if missing:
             raise HistoryError(
-                f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.shown(data)}."
+                f"data must be what Growth.to_dict() returned (the key {missing[0]!r} is missing), got {checks.show_value(data)}."
             )
         with reading("the growth"):
             return cls._read(data, "growth")
@@ -276,12 +276,12 @@ class History(Sequence[Growth]):
         if not isinstance(data, Mapping) or "growths" not in data:
             raise HistoryError(
                 "Not a sensli history: the key 'growths' is missing. Expected what History.to_dict() returned, "
-                f"got {checks.shown(data)}."
+                f"got {checks.show_value(data)}."
             )
         version = data.get("format", FORMAT)
         if type(version) is not int or not 1 <= version <= FORMAT:
             raise HistoryError(
-                f"the history has format {brief(version)}, but {FORMAT} is the newest that this version knows. "
+                f"the history has format {brief_text(version)}, but {FORMAT} is the newest that this version knows. "
                 "Update sensli, or use an intact copy."
             )
         with reading("the history"):

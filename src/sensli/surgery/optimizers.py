@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sensli.errors import OptimizerError
 from sensli.modules import checks
-from sensli.modules.running import sharded_like, tensors, whole
+from sensli.modules.running import sharded_like, tensors, whole_tensor
 from sensli.moves.sites import New
 from sensli.moves.stretching import Exchange, Fill, Resize, Stretch, given_back, is_copied, like_layout, with_copies
 
@@ -394,7 +394,7 @@ class _Change:
     lost: tuple[Tensor, ...] = ()
 
     def build(self) -> None:
-        held = whole(self.state[self.key])
+        held = whole_tensor(self.state[self.key])
         axis = _dropped_axis(self.key, held, self.of.new_shape)
         full = held if axis is None else held.unsqueeze(axis)
         known = self.of.lost.get((id(self.state), self.key))
@@ -405,7 +405,7 @@ class _Change:
             new = known[0]
         else:
             self.lost = () if self.back else (full,)
-            new, self.before = self._changed(full), self._changed(whole(self.of.tensor).detach())
+            new, self.before = self._changed(full), self._changed(whole_tensor(self.of.tensor).detach())
         new = like_layout(new, full)
         self.value = sharded_like(new if axis is None else new.squeeze(axis), self.state[self.key])
 
@@ -424,7 +424,7 @@ class _Change:
         assert self.value is not None
         if self.before is not None:
             # What the parameter got besides, its new entries and what a method moved, its copy gets too.
-            value, now = whole(self.value), whole(self.of.tensor).detach()
+            value, now = whole_tensor(self.value), whole_tensor(self.of.tensor).detach()
             moved = torch.where(now == self.before, value, value + (now - self.before).to(value))
             self.value = sharded_like(like_layout(moved, value), self.value)
         if self.lost:
@@ -445,7 +445,7 @@ class _Gradient:
         old = self.of.tensor.grad
         if old is None:
             return
-        dense = whole(old).to_dense()  # that of an embedding may be sparse
+        dense = whole_tensor(old).to_dense()  # that of an embedding may be sparse
         if self.back:
             new = self.of.shrunk(dense, back=self.of.lost.get(_GRADIENT, 0.0))
         else:
@@ -528,7 +528,7 @@ def _tell_copies(changes: Iterable[_Change]) -> None:
         if change.copy is None:
             unknown.setdefault((id(change.optimizer), change.key), []).append(change)
     for alike in unknown.values():
-        near = is_near((whole(each.state[each.key]), whole(each.of.tensor)) for each in alike)
+        near = is_near((whole_tensor(each.state[each.key]), whole_tensor(each.of.tensor)) for each in alike)
         for each in alike:
             each.copy = near
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sensli.merits.merits import BY_MERIT, Merit, Merits, ordered, spread, worth_of
+from sensli.merits.merits import BY_MERIT, Merit, Merits, order_merits, spread, worth_of
 from sensli.surgery.outline import Unit
 from sensli.text.commands import PER, UNMEASURED
 from sensli.text.records import Plain, to_plain
@@ -383,7 +383,7 @@ def reason_of(
         ground = f"it is {rule}, where no merit is known to tell the better one"
     elif select in BY_MERIT and first is ranked[0]:
         ground = f"its {merit} is the largest of {len(merits)}{_ahead(worth_of(first, per), worth_of(ranked[1], per))}"
-    elif select == "auto" and first is ordered(select, merits, 1, per=per)[0]:
+    elif select == "auto" and first is order_merits(select, merits, 1, per=per)[0]:
         own = _stack(merits, ranked[0])
         middle = own[spread(1, len(own))[0]]
         ground = (

@@ -36,7 +36,7 @@ def check_warmup(steps: int | None) -> int | None:
     return None if steps is None else checks.whole("warmup", steps, 200, least=2, error=OptimizerError)
 
 
-def check_hooks(optimizers: Optimizers, warmup: int | None) -> None:
+def check_step_hooks(optimizers: Optimizers, warmup: int | None) -> None:
     """Refuse optimizers that tell nobody of their steps."""
     for optimizer in as_optimizers(optimizers) if warmup is not None else ():
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -82,7 +82,7 @@ class Newborn:
 
 def plan_warmup(optimizers: Optimizers, warmup: int, joining: Joining, resized: Sequence[Resize]) -> Newborn:
     """What will be new: all of the newcomers, and the new entries of parameters that change."""
-    check_hooks(optimizers, warmup)
+    check_step_hooks(optimizers, warmup)
     known = {id(each.tensor): each for each in resized if each.is_parameter and _adds(each)}
     pairs = [(optimizer, known[id(p)]) for optimizer, _, p in memberships(as_optimizers(optimizers)) if id(p) in known]
     return Newborn(warmup, joining, pairs)

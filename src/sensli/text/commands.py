@@ -44,7 +44,7 @@ def _failed(text: str, code: int) -> int:
     return code
 
 
-def imported(module: str, feature: str, *, extra: str | None = None) -> Any:
+def import_optional(module: str, feature: str, *, extra: str | None = None) -> Any:
     """A module of a package that may be missing; ``extra`` is the one of ours that installs it."""
     try:
         return importlib.import_module(module)

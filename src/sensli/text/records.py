@@ -11,7 +11,7 @@ from functools import cache
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from sensli.errors import brief
+from sensli.errors import brief_text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,7 +51,7 @@ class Plain:
             if key in left or required or cls._needed is None or key in cls._needed:
                 values[each.name] = _read(left.pop(key), annotation)
         if left:
-            raise ValueError(f"unknown key {brief(next(iter(left)))} of {cls.__name__}")
+            raise ValueError(f"unknown key {brief_text(next(iter(left)))} of {cls.__name__}")
         record = cls(**values)
         record._verify()
         return record
@@ -172,7 +172,7 @@ def _is_text(value: str) -> bool:
 
 def _expect(fine: bool, value: Any, place: str, what: str) -> None:
     if not fine:
-        raise TypeError(f"{place} must be {what}, got {brief(value)}")
+        raise TypeError(f"{place} must be {what}, got {brief_text(value)}")
 
 
 # ---- JSON as the standard has it: infinities and NaN, which it does not know, become ``{"float": "Infinity"}`` and come

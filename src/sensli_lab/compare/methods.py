@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sensli.growing.strategy import STRATEGIES, class_of
+from sensli.growing.strategy import STRATEGIES, strategy_class
 from sensli_lab.compare.task import Task
 from sensli_lab.errors import BadComparison
 from sensli_lab.paper.reading import unknown_name
@@ -304,7 +304,7 @@ def find_method(task: Task, name: str) -> Method:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` does; processes that are started inherit it
     try:
-        kind = class_of(name)
+        kind = strategy_class(name)
     except ValueError as error:
         raise BadComparison(f"--methods: {error}") from None
     code = inspect.getsource(inspect.getmodule(kind) or kind)  # another code gives other numbers
@@ -317,7 +317,7 @@ def describe_method(method: Method) -> str:
     if method.what:
         return method.what
     name = method.options["strategy"]
-    words = " ".join((class_of(name).__doc__ or f"Grower(strategy={name!r})").split())
+    words = " ".join((strategy_class(name).__doc__ or f"Grower(strategy={name!r})").split())
     return words.partition(". ")[0].removesuffix(".")
 
 

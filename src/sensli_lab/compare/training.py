@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from sensli.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
-from sensli.growing.options import Rates, Trial, used
-from sensli.growing.strategy import class_of
+from sensli.growing.options import Rates, Trial, used_options
+from sensli.growing.strategy import strategy_class
 from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Saturating, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
 from sensli.surgery.record import Decision
@@ -253,10 +253,10 @@ class JobTraining:
         # Stored runs are known by the names that these options had when they were made.
         options = {_NAMES.get(name, name): value for name, value in self.job.method.options.items()}
         strategy = options.get("strategy", "sensli")
-        if (class_of(strategy) if isinstance(strategy, str) else strategy).all_at_once:
+        if (strategy_class(strategy) if isinstance(strategy, str) else strategy).all_at_once:
             options.pop("max_growths", None)  # which says nothing there
         rates = Rates(**{name: options.pop(name) for name in _OF_RATES if name in options})
-        known = used(strategy, options.get("what"))
+        known = used_options(strategy, options.get("what"))
         common = {"tau": 0.0, "floor": 0.0, "units": self.task.units}
         return Grower(
             model, optimizer, preset="paper", example=self.task.sample(), trigger=self._trigger() & Limit(flops=self.limit),

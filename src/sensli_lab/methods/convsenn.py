@@ -27,11 +27,11 @@ from sensli.errors import MeasurementError, ZeroMerits
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import scalar_loss, split
+from sensli.merits.catching import scalar_loss, split_batch
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
-from sensli.modules.running import capable, count_samples, device_of, mapped, run, tensors, to_device, untouched
+from sensli.modules.running import count_samples, device_of, map_tensors, run, tensors, to_capable, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.finding import check_units
 from sensli.moves.sites import Site
@@ -65,7 +65,7 @@ def natural_gradient(model: nn.Module, batches: Sequence[Any], loss_fn: Optional
     if not samples:
         raise MeasurementError(EMPTY)
     values = [
-        capable(torch.where(second[name] > 0, first[name].square() / (samples * second[name]), 0.0)).double().sum()
+        to_capable(torch.where(second[name] > 0, first[name].square() / (samples * second[name]), 0.0)).double().sum()
         for name in weights
     ]
     return float(torch.stack(values).sum()) if values else 0.0
@@ -84,13 +84,13 @@ class _Samples(nn.Module):
 
     def gradients(self, batch: Any, size: int, index: int) -> Iterator[Gradients]:
         """The gradients of all samples of a batch: many at once, or, where the model allows only that, one after the other."""
-        nest = split(batch, index, self.model if self._loss_fn is not None else None)
+        nest = split_batch(batch, index, self.model if self._loss_fn is not None else None)
         nest = to_device(nest, device_of(self.model))
         leaves = [x for x in tensors(nest) if _by_sample(x, size)]
 
         def loss(weights: Gradients, *samples: Tensor) -> Tensor:
             left = iter(samples)
-            given, target = mapped(nest, lambda x: next(left).unsqueeze(0) if _by_sample(x, size) else x)
+            given, target = map_tensors(nest, lambda x: next(left).unsqueeze(0) if _by_sample(x, size) else x)
             named = {f"model.{name}": weight for name, weight in weights.items()}
             found: Tensor = functional_call(self, named, (given, target, index))
             return found

@@ -32,7 +32,7 @@ from sensli.modules.wrappers import bare
 from sensli.moves.dead import Narrow
 from sensli.moves.sites import Site, Sites
 from sensli.moves.width.confirming import in_order, width_of
-from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, filled
+from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing_entries, fill_entries
 from sensli.surgery.history import History
 from sensli_lab.methods.pairs import with_more
 from sensli_lab.methods.searching import UnitMethod, equal_merits, refuse_sharded
@@ -169,7 +169,7 @@ def redraw_width(
     values: list[Tensor | None] = []
     shifts: list[Tensor | None] = []
     for axis in width.axes:
-        old = existing(width, axis).detach()
+        old = existing_entries(width, axis).detach()
         shape = list(old.shape)
         shape[axis.dim] = axis.outer * more * axis.inner
         drawn = axis.fill in ("row", "column")
@@ -179,7 +179,7 @@ def redraw_width(
         elif drawn:
             shifts.append(_drawn(axis, list(old.shape), old, source) - old)
         else:
-            shifts.append(filled(axis, old, None) - old)
+            shifts.append(fill_entries(axis, old, None) - old)
     entries = Entries(tuple(values), tuple(shifts))
     return replace(site, move=with_more(width_of(site), more, _entries=entries))
 

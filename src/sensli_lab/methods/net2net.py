@@ -17,7 +17,7 @@ from sensli.growing.strategy import OptionalLoss, Strategy
 from sensli.growing.triggers import TriggerContext
 from sensli.merits.measuring import EMPTY
 from sensli.merits.merits import Merits
-from sensli.modules.running import capable, untouched
+from sensli.modules.running import to_capable, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.layers import Layer
 from sensli.moves.point import tap
@@ -168,7 +168,7 @@ def _adding(site: Site, sums: dict[Site, list[Tensor]]) -> Any:
     leading = site.move.leading
 
     def watch(value: Tensor, args: Any, kwargs: Any) -> Tensor:
-        x = capable(value.detach()).double()
+        x = to_capable(value.detach()).double()
         x = (x.relu() if leading else x).transpose(0, 1).flatten(1)
         own = [torch.tensor(float(x.shape[1]), device="cpu").to(x), x.sum(1), x.square().sum(1)]
         sums[site] = own if site not in sums else [a + b for a, b in zip(sums[site], own, strict=True)]

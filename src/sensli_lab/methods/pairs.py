@@ -28,7 +28,7 @@ from sensli.modules.wrappers import bare
 from sensli.moves.roles import map_of
 from sensli.moves.sites import Site, Sites, Skipped
 from sensli.moves.width.confirming import width_of
-from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out
+from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing_entries, laid_out
 from sensli_lab.methods.searching import UnitMethod, batch_loss, by_one, loss_after
 
 SMALLEST = 1e-6  # of the largest eigenvalue of a second moment: what is below is not a direction of the data
@@ -146,7 +146,7 @@ class Pair:
         """[units, weights of a unit] as entries of the maker: the weight, and the bias if there is one."""
         found: list[Tensor | None] = []
         for axis in self.width.axes:
-            like = existing(self.width, axis)
+            like = existing_entries(self.width, axis)
             if axis.fill != "row":
                 found.append(None)
             elif axis.name == "bias":
@@ -161,14 +161,14 @@ class Pair:
         values = self.rows(rows)
         if columns is not None:
             index = self.width.axes.index(self.column)
-            like = existing(self.width, self.column)
+            like = existing_entries(self.width, self.column)
             values[index] = laid_out(columns.to(like), self.column, like)
         return replace(self.site, move=replace(width_of(self.site), more=len(rows), _entries=Entries(tuple(values))))
 
     @property
     def existing_rows(self) -> Tensor:
         """[units, weights of one], with the bias last where there is one."""
-        parts = [existing(self.width, axis).flatten(1) if axis.name != "bias" else existing(self.width, axis)[:, None]
+        parts = [existing_entries(self.width, axis).flatten(1) if axis.name != "bias" else existing_entries(self.width, axis)[:, None]
                  for axis in self.width.axes if axis.fill == "row"]  # fmt: skip
         return torch.cat(parts, 1).cpu().double()
 
@@ -181,7 +181,7 @@ class Pair:
     @property
     def existing_columns(self) -> Tensor:
         """[units, columns of one]."""
-        own = existing(self.width, self.column)
+        own = existing_entries(self.width, self.column)
         return by_unit(own.movedim(self.column.dim, 0).flatten(1), self.column).cpu().double()
 
 

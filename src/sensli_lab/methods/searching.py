@@ -17,7 +17,7 @@ from sensli.errors import UnsupportedModel, ZeroMerits
 from sensli.growing.looking import RememberedSites
 from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
-from sensli.merits.catching import scalar_loss, split
+from sensli.merits.catching import scalar_loss, split_batch
 from sensli.merits.merits import Merit, Merits
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Together
@@ -188,7 +188,7 @@ def _gathered(mine: list[Any], together: Together) -> list[Any]:
 
 def run_batch(model: nn.Module, batch: Any, index: int, loss_fn: OptionalLoss) -> tuple[Any, Any]:
     """What the model makes of a batch, and the target, both on its device."""
-    given, target = split(batch, index, model if loss_fn is not None else None)
+    given, target = split_batch(batch, index, model if loss_fn is not None else None)
     device = device_of(model)
     return run(model, to_device(given, device)), to_device(target, device)
 

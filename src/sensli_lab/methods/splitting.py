@@ -16,15 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from sensli.errors import ZeroMerits
 from sensli.growing.strategy import OptionalLoss
-from sensli.merits.catching import scalar_loss, split
+from sensli.merits.catching import scalar_loss, split_batch
 from sensli.merits.merits import Merit, Merits
 from sensli.modules.running import count_samples, device_of, to_device, untouched
 from sensli.modules.wrappers import bare
 from sensli.moves.sites import Site
 from sensli.moves.stretching import FRESH, Stretch
 from sensli.moves.width.confirming import width_of
-from sensli.moves.width.widening import Widening, carried, grown_value
-from sensli.moves.width.width import Entries, Width, existing, laid_out
+from sensli.moves.width.widening import Widening, carry_entries, grown_value
+from sensli.moves.width.width import Entries, Width, existing_entries, laid_out
 from sensli_lab.methods.pairs import Pair, Rival, as_double, features, pairs_of, with_more
 from sensli_lab.methods.searching import batch_loss, by_one
 
@@ -89,7 +89,7 @@ def split_site(pair: Pair, units: Sequence[int], moved: Tensor, rows: Tensor, co
     """The site where these units part (row + moved stays, row - moved comes), and new ones come with these rows and columns."""
     shift = torch.zeros(pair.width.units, moved.shape[1], dtype=moved.dtype, device="cpu")
     shift = shift.index_copy(0, torch.tensor(units, dtype=torch.long, device="cpu"), moved)
-    like = existing(pair.width, pair.column)
+    like = existing_entries(pair.width, pair.column)
     none = torch.zeros(len(units), columns.shape[1], dtype=columns.dtype, device="cpu")
     values, index = pair.rows(torch.cat([-moved, rows])), pair.width.axes.index(pair.column)
     values[index] = laid_out(torch.cat([none, columns]).to(like), pair.column, like)
@@ -289,7 +289,7 @@ class Extended:
         return found
 
     def loss(self, batch: Any, index: int, loss_fn: OptionalLoss) -> Tensor:
-        given, target = split(batch, index, self.network if loss_fn is not None else None)
+        given, target = split_batch(batch, index, self.network if loss_fn is not None else None)
         device = device_of(self.network)
         given = to_device(given, device)
         args = () if isinstance(given, dict) else tuple(given) if isinstance(given, (tuple, list)) else (given,)
@@ -352,6 +352,6 @@ def _followed(
     found = []
     for axis, part in zip(width.axes, parts, strict=True):
         for stretch in made.get(f"{axis.module.path}.{axis.name}", ()):
-            part = carried(part, stretch) if part is not None and stretch.dim != axis.dim else part
+            part = carry_entries(part, stretch) if part is not None and stretch.dim != axis.dim else part
         found.append(part)
     return tuple(found)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from sensli.errors import SensliError, brief
+from sensli.errors import SensliError, brief_text
 from sensli_lab.errors import BadExperiment, StoreError
 from sensli_lab.paper.machine import Machine
 from sensli_lab.paper.reading import unknown_name
@@ -128,5 +128,5 @@ def check_like(saved: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
 def check_count(value: Any, most: int) -> int:
     """Raise unless it is a whole number from 0."""
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"a count must be a whole number from 0 to {most}, got {brief(value)}")
+        raise ValueError(f"a count must be a whole number from 0 to {most}, got {brief_text(value)}")
     return value

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sensli.errors import brief
+from sensli.errors import brief_text
 from sensli.text.commands import RESULTS
 from sensli_lab.errors import BadExperiment, NoResults, StoreError
 from sensli_lab.paper import planning
@@ -203,10 +203,10 @@ def _checked_facts(facts: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     for name, kind in kinds.items():
         if not isinstance(facts.get(name), kind):
-            raise Damaged(f"{name!r} is {brief(facts.get(name))}")
+            raise Damaged(f"{name!r} is {brief_text(facts.get(name))}")
     runs = facts["runs"]
     if not runs or not all(type(run) is int and run >= 0 for run in runs) or len(set(runs)) != len(runs):
-        raise Damaged(f"'runs' is {brief(runs)}")
+        raise Damaged(f"'runs' is {brief_text(runs)}")
     return facts
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from sensli import find_sites
-from sensli.growing.options import used
-from sensli.growing.strategy import STRATEGIES, class_of
+from sensli.growing.options import used_options
+from sensli.growing.strategy import STRATEGIES, strategy_class
 from sensli_lab.compare import training, work
 from sensli_lab.compare.jobs import Job, Run, RunStore
 from sensli_lab.compare.methods import choose_methods, methods
@@ -266,7 +266,7 @@ def test_every_method_makes_its_grower() -> None:
     for method in methods(TINY).values():
         grower = JobTraining(Job(TINY, method, 0), data).grower
         if grower is not None and not method.preset:  # which gets nothing else
-            known = used(grower.options.strategy, grower.options.what)
+            known = used_options(grower.options.strategy, grower.options.what)
             own = {"tau": 0.0, "floor": 0.0, "units": TINY.units, **method.options}
             assert {name: getattr(grower.options, name) for name in own if name in known} == {
                 name: value for name, value in own.items() if name in known
@@ -285,7 +285,7 @@ def test_results_of_before_stay_valid() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_that_reads_the_metric_says_so(name: str) -> None:
-    made = class_of(name)
+    made = strategy_class(name)
     assert made.needs_metric == ("context.metric" in inspect.getsource(made.choose))
 
 

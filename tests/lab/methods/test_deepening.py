@@ -16,7 +16,7 @@ from models import snapshot
 from sensli import Grower, History, load_checkpoint, replay, save_checkpoint, undo
 from sensli.errors import FunctionChanged, SensliError
 from sensli.growing.triggers import At, Every, Limit
-from sensli.moves.stacking import find_stacks
+from sensli.moves.stacking import find_stack_copies
 from sensli.surgery.growth import grow
 from sensli_lab.methods import blocks
 from sensli_lab.methods.blocks import AutoGrow, GStack
@@ -305,7 +305,7 @@ def test_a_stack_in_the_middle_of_its_list_renames_what_comes_after_it() -> None
     optimizer = torch.optim.Adam(model.parameters())
     trained(model, optimizer)
     last, moments = model.blocks[2].body[1].weight, snapshot(model, optimizer)
-    site = find_stacks(model, X)[0]
+    site = find_stack_copies(model, X)[0]
     assert str(site) == "a copy of 2 blocks (Block) after blocks.1"
     growth = grow(model, site, optimizer=optimizer)
     assert growth.renames["blocks.2.body.1.weight"] == "blocks.4.body.1.weight"
@@ -318,7 +318,7 @@ def test_a_stack_that_must_not_change_the_output_is_put_back() -> None:
     model = made("listed")
     before = snapshot(model)
     with pytest.raises(FunctionChanged, match="a copy of 3 blocks"):
-        grow(model, find_stacks(model, X)[0], check=X)
+        grow(model, find_stack_copies(model, X)[0], check=X)
     assert snapshot(model) == before
 
 

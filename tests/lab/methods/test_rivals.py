@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rivals import convolutions, data, grown, mean_loss, mlp, seen, tokens
 from sensli import Grower
-from sensli.growing.strategy import STRATEGIES, class_of
+from sensli.growing.strategy import STRATEGIES, strategy_class
 from sensli.growing.triggers import Every
 from sensli.integrations.callback import LookFacts
 from sensli.moves.width.width import Width
@@ -275,7 +275,7 @@ def test_a_strategy_that_measures_nothing_logs_no_merit(strategy: str, make: Any
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_says_what_it_is_and_whether_the_function_stays(name: str) -> None:
-    kind = class_of(name)
+    kind = strategy_class(name)
     assert "__doc__" in vars(kind) and vars(kind)["__doc__"]
     if name not in ("sensli", "random-start"):
         text = " ".join((Path(inspect.getfile(kind)).read_text()).replace("\n# ", " ").split())

@@ -19,7 +19,7 @@ import ranks
 from parallel import data, same_on_all_ranks
 from sensli import Grower
 from sensli.errors import DistributedError, UnsupportedModel
-from sensli.growing.options import used
+from sensli.growing.options import used_options
 from sensli.growing.triggers import Every
 
 METHODS = ("tiny", "north", "splitting", "convsenn", "variance-transfer", "net2net-deeper", "morphnet")
@@ -36,7 +36,7 @@ def growing(model: nn.Module, name: str, example: Any) -> Grower:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Grower(
         model, optimizer, preset="paper", example=example, trigger=Every(1), strategy=name, max_factor=None, seed=3,
-        **{option: value for option, value in {"units": 2, "tau": 0.0, "floor": 0.0}.items() if option in used(name)},
+        **{option: value for option, value in {"units": 2, "tau": 0.0, "floor": 0.0}.items() if option in used_options(name)},
     )  # fmt: skip
 
 

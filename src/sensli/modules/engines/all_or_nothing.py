@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from sensli.modules.engines import fsdp
 from sensli.modules.engines.distributed import ddps, is_known, process_group, rebuild
-from sensli.modules.wrappers import around, forget_compiled, is_sharded
+from sensli.modules.wrappers import forget_compiled, is_sharded, wrappers_around
 
 # ---- How things are before a change, so that a change that fails leaves no trace.
 #
@@ -306,7 +306,7 @@ class Kept:
 
     def __init__(self, model: nn.Module, *others: Any) -> None:
         self._model = model
-        self.before = Before(around(model)[-1], *others)
+        self.before = Before(wrappers_around(model)[-1], *others)
         self._reducers = [(each, each.reducer) for each in ddps(model)]
 
     def put_back(self, error: BaseException | None = None) -> None:
@@ -316,7 +316,7 @@ class Kept:
         if changed:
             forget_compiled(self._model)
             if sharded:
-                own = around(self._model)[-1]
+                own = wrappers_around(self._model)[-1]
                 fsdp.follow_shapes(own)
                 fsdp.look_again(own)
         alone = process_group(self._model, sharded=sharded) is None

@@ -19,20 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 from sensli.errors import DistributedError, UnsupportedModel
 from sensli.modules.copies import copied_block
 from sensli.modules.engines import fsdp
-from sensli.modules.running import whole
-from sensli.modules.wrappers import around, check_whole, forget_compiled, is_a, is_sharded
+from sensli.modules.running import whole_tensor
+from sensli.modules.wrappers import check_whole, forget_compiled, is_a, is_sharded, wrappers_around
 
 
 def ddps(model: nn.Module) -> list[Any]:
     """The wrappers of DistributedDataParallel around a model."""
-    return [each for each in around(model) if is_a(each, "DistributedDataParallel")]
+    return [each for each in wrappers_around(model) if is_a(each, "DistributedDataParallel")]
 
 
 def process_group(model: nn.Module, *, sharded: bool) -> Any:
     """The processes that train this model together, or None if there is only one."""
     for wrapper in ddps(model):
         return wrapper.process_group if dist.get_world_size(wrapper.process_group) > 1 else None
-    return fsdp.process_group(model) if sharded else None
+    return fsdp.mesh_group(model) if sharded else None
 
 
 def readable_part(model: nn.Module, part: nn.Module) -> nn.Module:
@@ -42,7 +42,7 @@ def readable_part(model: nn.Module, part: nn.Module) -> nn.Module:
     fsdp.reshard(model)
     with fsdp.as_written(part) as instead:
         for parameter in part.parameters():
-            instead[id(parameter)] = nn.Parameter(whole(parameter).clone(), parameter.requires_grad)
+            instead[id(parameter)] = nn.Parameter(whole_tensor(parameter).clone(), parameter.requires_grad)
         return copied_block(part, model, instead=instead)
 
 
@@ -157,7 +157,7 @@ class ShardedPass(Together):
             fsdp.forget_pass(self._model)
 
 
-def numbered(name: str, things: Iterable[Any]) -> dict[str, str]:
+def number_facts(name: str, things: Iterable[Any]) -> dict[str, str]:
     """Facts for `agree_on` from a list, so that the first entry that differs is named."""
     return {f"{name} {number}": f"'{thing}'" for number, thing in enumerate(things, 1)}
 
@@ -208,12 +208,12 @@ class Changing(Together):
     def __enter__(self) -> Changing:
         try:
             if self.sharded:
-                fsdp.check(around(self._model)[-1])
+                fsdp.check_sharded(wrappers_around(self._model)[-1])
                 fsdp.reshard(self._model)
             elif isinstance(self._model, nn.Module):  # what is none, is told below
-                check_whole(around(self._model)[-1])
+                check_whole(wrappers_around(self._model)[-1])
             for wrapper in ddps(self._model):
-                check(wrapper)
+                check_wrapper(wrapper)
         except Exception as error:
             self.failed(error)
             raise
@@ -233,7 +233,7 @@ class Changing(Together):
     def prepare(self, layer: nn.Module, path: str) -> None:
         """Make a new layer like the modules around its place, before its parameters are handed to anybody."""
         if self.sharded:
-            fsdp.shard_like(layer, around(self._model)[-1], path)
+            fsdp.shard_like(layer, wrappers_around(self._model)[-1], path)
 
 
 # ---- DistributedDataParallel follows a changed module: the wrapper is rebuilt in place.
@@ -257,7 +257,7 @@ _KEPT = (
 )  # fmt: skip
 
 
-def check(wrapper: DistributedDataParallel) -> None:
+def check_wrapper(wrapper: DistributedDataParallel) -> None:
     """Refuse what could not be rebuilt, before anything changes."""
     for name, what in (
         ("mixed_precision", "mixed_precision= keeps copies of the parameters. Use torch.autocast instead"),

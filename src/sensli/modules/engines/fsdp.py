@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sensli.errors import UnsupportedModel, UnsupportedSite
-from sensli.modules.running import whole
+from sensli.modules.running import whole_tensor
 from sensli.modules.wrappers import is_a, spread_error
 
 # Of what torch keeps of a parameter, the part that a new shape changes.
@@ -45,7 +45,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
             yield path, module, module._get_fsdp_state()
 
 
-def check(model: nn.Module) -> None:
+def check_sharded(model: nn.Module) -> None:
     """Refuse what could not follow a growth, before anything changes."""
     if not is_a(model, "FSDPModule"):
         raise UnsupportedModel(
@@ -81,7 +81,7 @@ def _unknown() -> UnsupportedModel:
     )
 
 
-def process_group(model: nn.Module) -> Any:
+def mesh_group(model: nn.Module) -> Any:
     """The processes that hold the model: among those of a row it is sharded, and each row of a mesh of two dimensions holds all of it."""
     groups = (state._fsdp_param_group for _, _, state in _sharded_modules(model))
     mesh = next((group.mesh_info.mesh for group in groups if group is not None), None)
@@ -179,17 +179,17 @@ def as_written(model: nn.Module) -> Iterator[dict[int, Any]]:
             module.__class__ = cls
 
 
-def unsharded(model: nn.Module, only: Container[int] | None = None) -> nn.Module:
+def unsharded_copy(model: nn.Module, only: Container[int] | None = None) -> nn.Module:
     """A copy of the model as it was before `fully_shard`, with whole parameters. All processes must call it together.
 
     ``only``: ids of the parameters whose values are needed; all others are zeros that take no memory.
     """
-    check(model)
+    check_sharded(model)
     reshard(model)
     with as_written(model) as memo, torch.no_grad():
         for each in model.parameters():
             if only is None or id(each) in only:
-                value = whole(each).clone()
+                value = whole_tensor(each).clone()
             else:
                 value = torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
             memo[id(each)] = nn.Parameter(value, each.requires_grad)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sensli.errors import BadExample, UnsupportedModel
 from sensli.modules import random_state
 from sensli.modules.copies import copied_model, made_general
-from sensli.modules.engines.fsdp import unsharded
+from sensli.modules.engines.fsdp import unsharded_copy
 from sensli.modules.running import (
     Slot,
     brief_error,
@@ -23,7 +23,7 @@ from sensli.modules.running import (
     first_tensor,
     is_plain,
     let_memory_through,
-    mapped,
+    map_tensors,
     run,
     tensors,
     to_device,
@@ -31,7 +31,7 @@ from sensli.modules.running import (
     value_slot,
     with_first,
 )
-from sensli.modules.wrappers import check_whole, eager, is_sharded
+from sensli.modules.wrappers import check_whole, is_sharded, run_eagerly
 from sensli.moves.trace.graph import all_before
 
 
@@ -146,8 +146,8 @@ def record(model: nn.Module, example: Any, *, share: bool = False) -> Flow:
     put_back: Callable[[], None] | None = made_general(flow.model)
     while True:
         try:
-            with random_state.kept(), torch.inference_mode(False), torch.enable_grad(), eager(), _watched(flow):
-                output = run(flow.model, fresh(given, nodes=flow.takes_gradients))
+            with random_state.kept(), torch.inference_mode(False), torch.enable_grad(), run_eagerly(), _watched(flow):
+                output = run(flow.model, copy_example(given, nodes=flow.takes_gradients))
         except UnsupportedModel:
             raise
         except Exception as error:
@@ -199,7 +199,7 @@ def _copy_to_run(model: nn.Module, share: bool) -> nn.Module:
     """A copy to run things on, in eval mode, all of its parameters asking for gradients."""
     try:
         with torch.inference_mode(False), torch.no_grad():
-            copied = unsharded(model) if is_sharded(model) else copied_model(model, share=share)
+            copied = unsharded_copy(model) if is_sharded(model) else copied_model(model, share=share)
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -299,14 +299,14 @@ def _note_output(call: ModuleCall, output: Any) -> None:
         call.result = call.output or SeenTensor.of(value)
 
 
-def fresh(example: Any, *, nodes: bool = False) -> Any:
+def copy_example(example: Any, *, nodes: bool = False) -> Any:
     """A copy of an example that does not share memory with the user's, and has separate graph nodes where they are wanted."""
 
     def copied(tensor: Tensor) -> Tensor:
         new = tensor.detach().clone()
         return new.requires_grad_().clone() if nodes and new.is_floating_point() else new
 
-    return mapped(example, copied)
+    return map_tensors(example, copied)
 
 
 def _is_finite(output: Any) -> bool:

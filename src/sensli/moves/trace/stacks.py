@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from sensli.modules.grown import Chain
-from sensli.modules.wrappers import inside
+from sensli.modules.wrappers import block_inside
 from sensli.moves.trace.flow import Flow, ModuleCall, SeenTensor
 from sensli.moves.trace.graph import nearest_parameters, operation, origin, reaches
 from sensli.text.records import Plain
@@ -62,7 +62,7 @@ _FUNCTIONAL = {
 }  # fmt: skip
 
 
-def functional(node: Any) -> Activation | None:
+def activation_of(node: Any) -> Activation | None:
     """The activation that a graph node is, if it is one."""
     name = operation(node) if node is not None else ""
     return Activation(_FUNCTIONAL[name]) if name in _FUNCTIONAL else None
@@ -109,7 +109,7 @@ class Stack:
         first = self.blocks[0]
         assert first.given is not None
         # In a plain chain of equal blocks the first one's input is a place only if it is an activation's output.
-        if not self.added and (self.residual or functional(first.given.node) is not None):
+        if not self.added and (self.residual or activation_of(first.given.node) is not None):
             yield first, "before", first.given
         for block in self.blocks:
             assert block.result is not None
@@ -130,7 +130,7 @@ def find_stacks(flow: Flow, *, added: bool) -> list[Stack]:
         # The parts of a chain in a container were seen as members of that one.
         if _is_container(container) and not (inner and isinstance(container, Chain)):
             calls = [_as_block(flow, member) for member in members(path, container)]
-            for row in _runs(calls, lambda module: type(inside(module))):
+            for row in _runs(calls, lambda module: type(block_inside(module))):
                 for run in _runs(row, signature):
                     if len(run) > 1 or _has_skip(run[0]):
                         found.append(Stack(path, tuple(run), _has_skip(run[0]), len(row)))
@@ -293,7 +293,7 @@ def _as_block(flow: Flow, path: str) -> ModuleCall | None:
     if len(calls) != 1 or calls[0].result is None:
         return None
     module, output = calls[0].module, calls[0].result.tensor
-    block = inside(module)
+    block = block_inside(module)
     plain_layer = not any(True for _ in block.children()) and type(block).__module__.startswith("torch.nn")
     if plain_layer or not any(True for _ in module.parameters()) or not output.is_floating_point():
         return None
@@ -308,7 +308,11 @@ def _follows(last: ModuleCall, call: ModuleCall) -> bool:
 
 def signature(module: nn.Module) -> tuple[object, ...]:
     """What makes two blocks equal: class, and names and shapes of parameters."""
-    return (type(module), type(inside(module)), tuple((name, tuple(p.shape)) for name, p in module.named_parameters()))
+    return (
+        type(module),
+        type(block_inside(module)),
+        tuple((name, tuple(p.shape)) for name, p in module.named_parameters()),
+    )
 
 
 def likeness(module: nn.Module) -> tuple[object, ...]:
@@ -353,7 +357,7 @@ class Surroundings:
             if stack.residual and stack.container and (isinstance(container, nn.Sequential) or is_list(container)):
                 for name, child in container.named_children():
                     path = f"{stack.container}.{name}"
-                    if len(list(inside(child).children())) > 1 and not self.blocks.below(path):
+                    if len(list(block_inside(child).children())) > 1 and not self.blocks.below(path):
                         self.blocks.add(path)
         self._names = Counter(id(module) for _, module in flow.model.named_modules(remove_duplicate=False))
         owners = [call.began for call in flow.calls if any(True for _ in call.module.parameters(recurse=False))]

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from sensli.modules import random_state
 from sensli.modules.configs import COUNTS, build_again, differences, find_counts, is_number, nested_objects, shapes
 from sensli.modules.grown import Chain
-from sensli.modules.running import count_samples, first_samples, moved, note, run, tensors
-from sensli.moves.inserting import join
-from sensli.moves.point import Fact, Index, ListPlace, first_number, grown_list, unwrapped
+from sensli.modules.running import count_samples, first_samples, note, relative_change, run, tensors
+from sensli.moves.inserting import join_path
+from sensli.moves.point import Fact, Index, ListPlace, first_number, grown_list, unwrap_block
 from sensli.moves.trace.flow import Flow
 from sensli.moves.trace.stacks import ancestors
 from sensli.moves.twin.twins import Bypass, Twin
@@ -66,7 +66,7 @@ def own_numbers(blocks: Sequence[nn.Module]) -> list[list[tuple[str, str]]]:
 def equal_blocks(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
     """For each block the first and the last that are built like it: classes, shapes, numbers and words inside but for their own number."""
     indices = {(index.module, index.name) for index in find_indices(blocks)}
-    looks = [_looks(unwrapped(block), indices) for block in blocks]
+    looks = [_looks(unwrap_block(block), indices) for block in blocks]
     first = {look: position for position, look in reversed(list(enumerate(looks)))}
     last = {look: position for position, look in enumerate(looks)}
     return [(first[look], last[look]) for look in looks]
@@ -84,7 +84,7 @@ def _numbers(blocks: Sequence[nn.Module]) -> dict[tuple[str, str], dict[int, int
     """Path within the block and name of every whole number in any of the blocks, with its value by the block's position."""
     found: dict[tuple[str, str], dict[int, int]] = {}
     for position, block in enumerate(blocks):
-        for path, module in unwrapped(block).named_modules():
+        for path, module in unwrap_block(block).named_modules():
             if type(module).__module__.startswith("torch."):
                 continue  # sizes, and the padding_idx of a table
             for name, value in vars(module).items():
@@ -197,7 +197,10 @@ class Known:
         finally:
             handle.remove()
         before = first_samples(self._outputs, self._few, self._count)
-        same = [one.shape == other.shape and not moved(one, other) for one, other in zip(before, after, strict=False)]
+        same = [
+            one.shape == other.shape and not relative_change(one, other)
+            for one, other in zip(before, after, strict=False)
+        ]
         return len(after) == len(before) and all(same) and (watched is None or len(calls) == 1)
 
 
@@ -356,7 +359,7 @@ class Rebuilt:
         for path, part in self._module.named_modules():
             if path not in there:
                 continue
-            full = join(self._owner, path) if path else self._owner
+            full = join_path(self._owner, path) if path else self._owner
             if full.startswith(f"{self._container}."):
                 inner = _path_within(self._container, full).partition(".")[2]
                 full = f"{self._container}.*.{inner}" if inner else f"{self._container}.*"
@@ -391,7 +394,7 @@ def _cast_alike(built: nn.Module, like: nn.Module) -> None:
     kept = dict(like.named_buffers())
     for path, part in built.named_modules():
         for name, buffer in part._buffers.items():
-            other = kept.get(join(path, name))
+            other = kept.get(join_path(path, name))
             if buffer is not None and other is not None:
                 part._buffers[name] = buffer.to(other.dtype)
 
@@ -421,7 +424,7 @@ class ListPlanner:
         indices = find_indices(blocks)
         if not {*own_numbers(blocks)[source]} <= {(index.module, index.name) for index in indices}:
             return None  # nothing tells which number a twin should have
-        layer = twin.build(unwrapped(blocks[source]), trial)
+        layer = twin.build(unwrap_block(blocks[source]), trial)
         layer.eval()
         known = self._known
         if not twin.zeroed:  # it is no identity
@@ -456,7 +459,7 @@ def _output_beside(flow: Flow, container: str, source: int, layer: nn.Module, ex
     blocks = flow.model.get_submodule(container)
     key = str(source + first_number(blocks))
     anchor = blocks.get_submodule(key)
-    calls = flow.calls_of(join(container, key))
+    calls = flow.calls_of(join_path(container, key))
     if len(calls) != 1 or calls[0].slot is None:
         return None
     chain = Chain(anchor, calls[0].slot)

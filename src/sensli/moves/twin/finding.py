@@ -17,7 +17,7 @@ from sensli.modules.copies import copied_block
 from sensli.modules.flops import count_flops
 from sensli.modules.grown import Chain, ParametricLayer, ResidualLayer
 from sensli.modules.running import Slot, first_samples, first_tensor, is_plain, note, with_value, without_memory
-from sensli.modules.wrappers import inside
+from sensli.modules.wrappers import block_inside
 from sensli.moves.point import ListPlace, first_number
 from sensli.moves.search import Refused, Search
 from sensli.moves.sites import Kind, Site
@@ -242,7 +242,7 @@ class BlockSearch:
     def _twin(self, zeroed: list[str], replaced: list[str]) -> Twin:
         """The plan that came of the search; the block has been left as it says."""
         return Twin(
-            block=type(inside(self.call.module)).__name__,
+            block=type(block_inside(self.call.module)).__name__,
             zeroed=tuple(zeroed),
             replaced=tuple(replaced),
             parameters=sum(p.numel() for p in self.block.parameters()),
@@ -374,9 +374,9 @@ def block_flops(call: ModuleCall) -> int:
     others, value = without_memory(_other_arguments(call)), call.given.tensor.detach()
     count = len(value) if value.dim() else 0
     for few in dict.fromkeys((min(1, count), count)):  # one sample, if the block takes one
-        bound = _Bound(call.module, *first_samples(others, few, count), call.slot)
+        args, kwargs = first_samples(others, few, count)
         with suppress(SensliError):
-            return int(count_flops(bound, (value[:few],)))
+            return int(count_flops(_Bound(call.module, args, kwargs, call.slot), (value[:few],)))
     return 0
 
 
@@ -426,7 +426,7 @@ class TwinFinder:
 
     def find_plain(self, call: ModuleCall, *, chained: bool) -> ListPlace | None:
         """Where a plain copy of a block goes that has no twin: what must follow in a list. Raises `Refused` with the reason."""
-        plain = Twin(type(inside(call.module)).__name__, (), remembers=_remembers(call))  # nothing in it is zero
+        plain = Twin(type(block_inside(call.module)).__name__, (), remembers=_remembers(call))  # nothing in it is zero
         return self.place(call, plain, chained=chained)
 
     def _twin(self, call: ModuleCall, seen: SeenTensor) -> Twin:

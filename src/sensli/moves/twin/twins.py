@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import MeasurementError, UnsupportedSite, one_of
+from sensli.errors import MeasurementError, UnsupportedSite, unknown_choice
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, is_large
 from sensli.modules.engines.distributed import readable_part, running_part
@@ -22,7 +22,7 @@ from sensli.modules.running import (
     Slot,
     first_tensor,
     nothing_like,
-    undrawn,
+    undraw_hooks,
     upcast,
     value_at,
     with_value,
@@ -197,7 +197,7 @@ class AddedTwin(_TwinGauge):
 
             return arrived
 
-        handles = [*undrawn(self._module), *(w.register_hook(hook(index)) for index, w in enumerate(self._maps))]
+        handles = [*undraw_hooks(self._module), *(w.register_hook(hook(index)) for index, w in enumerate(self._maps))]
         if self.natural:
             handles.append(self._module.register_forward_hook(ran))
         return handles
@@ -324,7 +324,7 @@ class Twin(Inserts):
     def check(self, point: Point) -> None:
         """Any shape will do: the block says what it takes."""
         if self.last not in LASTS:
-            raise ValueError(one_of("last", self.last, LASTS))
+            raise ValueError(unknown_choice("last", self.last, LASTS))
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -346,7 +346,7 @@ class Twin(Inserts):
         elif self.init == "default":
             _reset(twin, self.seed)
         elif self.init != "copy":
-            raise ValueError(one_of("init", self.init, INITS))
+            raise ValueError(unknown_choice("init", self.init, INITS))
         named = dict(twin.named_parameters())
         self._check_zeroed(named)
         for name, value in self._last(twin, named, share).items():

@@ -23,7 +23,7 @@ from sensli.modules import random_state
 from sensli.modules.configs import build_again, differences, held_objects, shapes
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
-from sensli.modules.running import brief_error, first_tensor, forgiven, moved, note, run, tensors
+from sensli.modules.running import brief_error, first_tensor, forgiven, note, relative_change, run, tensors
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
@@ -271,7 +271,7 @@ class WidthRehearsal(Rehearsal):
 
 def _differ(base: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
     """Whether outputs have moved by more than rounding does."""
-    return any(moved(old, new) > _tolerance(old) for old, new in zip(base, now, strict=True))
+    return any(relative_change(old, new) > _tolerance(old) for old, new in zip(base, now, strict=True))
 
 
 def _tolerance(output: Tensor) -> float:
@@ -395,7 +395,7 @@ class _Tried:
             expected = units.index_select(1, torch.tensor(self.candidates, device=units.device))
             if candidates.shape != expected.shape:
                 return False
-            if moved(expected, candidates):
+            if relative_change(expected, candidates):
                 rounded = _ALIKE * torch.finfo(expected.dtype).eps * largest
                 allowed = _tolerance(expected) * expected.abs().max() + rounded
                 if not bool((candidates - expected).abs().max() <= allowed):

@@ -21,7 +21,7 @@ from sensli.moves.point import Point, Ref
 from sensli.moves.roles import Geometry, map_of
 from sensli.moves.sites import Caught, Gauge
 from sensli.moves.width.replica import ReaderCall, Replica
-from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing
+from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing_entries
 
 if TYPE_CHECKING:
     from sensli.moves.sites import Site
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # its output.
 
 
-def moments(index: int, reader: nn.Module, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+def reader_moments(index: int, reader: nn.Module, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
     """Of one pass, for all candidates; their gradients are summed elsewhere."""
     inputs, outputs = map_of(reader).sides(read.to(cotangent.dtype), cotangent)
     sums = sums_of(index, cotangent.new_empty(0), inputs, outputs, len(cotangent))
@@ -170,7 +170,7 @@ class ColumnGauge(ReaderGauge):
         if self._chooses:
             sums["likeness"] = self._likeness(index, read)
         if self.natural:
-            sums.update(moments(index, self._readers[index].module.find_module(), read, cotangent))
+            sums.update(reader_moments(index, self._readers[index].module.find_module(), read, cotangent))
         return sums
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
@@ -193,11 +193,11 @@ class ColumnGauge(ReaderGauge):
             return list(range(len(columns[0])))
         seen = [(id(each), each._version) for each in columns]  # sums are added to in place
         if self._known is None or self._known[0] != seen:
-            self._known = seen, columns, greedy(torch.cat(columns, 1), sums["likeness"], self._width.more)
+            self._known = seen, columns, choose_greedily(torch.cat(columns, 1), sums["likeness"], self._width.more)
         return self._known[2]
 
 
-def greedy(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
+def choose_greedily(gradients: Tensor, likeness: Tensor, count: int) -> list[int]:
     """So many candidates, each time the one whose gradient is largest after what those before it explain is taken out of all.
 
     ``gradients``: [candidates, columns of one]; ``likeness``: the inner products of the candidates' activations. Of very many a few are
@@ -286,7 +286,7 @@ def makings(width: Width) -> Iterator[Making]:
             yield Making(axis, index, biases.get((axis.module.path, axis.start)))
 
 
-def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, cut: bool) -> Entries:
+def calibrate(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, cut: bool) -> Entries:
     """The same with other lengths and biases: what each row makes of the inputs has the mean zero and is as large as what is there.
 
     ``inputs``: of each layer that is known what its weights are multiplied with, [places, inputs]. Without a bias the mean stays. ``cut``:
@@ -301,10 +301,10 @@ def calibrated(width: Width, entries: Entries, inputs: Mapping[str, Tensor], *, 
         if len(given) < _LEAST:
             continue
         bias = None if making.bias is None else values[making.bias]
-        old_bias = None if making.bias is None else existing(width, width.axes[making.bias])
+        old_bias = None if making.bias is None else existing_entries(width, width.axes[making.bias])
         made = _units_made(given, rows, bias, axis)  # [places, outer, units, inner]
         mean = made.mean(0, keepdim=True) if bias is not None else torch.zeros_like(made[:1])
-        there = _units_made(given, existing(width, axis), old_bias, axis)
+        there = _units_made(given, existing_entries(width, axis), old_bias, axis)
         centred = there - there.mean(0, keepdim=True) if bias is not None else there
         wanted = centred.square().mean(0, keepdim=True)
         if cut:
@@ -388,7 +388,7 @@ def candidates(width: Width) -> Entries:
 
 
 def _rows(axis: Axis, width: Width, near: Tensor, generator: torch.Generator) -> Tensor:
-    own = existing(width, axis)
+    own = existing_entries(width, axis)
     units, dim = width.units, axis.dim + 1
     old = own.unflatten(axis.dim, (axis.outer, units, axis.inner))
     moved = old.index_select(dim, near.to(own.device))

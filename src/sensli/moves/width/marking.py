@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sensli.modules.configs import held_objects
 from sensli.modules.grown import holder_of
-from sensli.modules.running import brief_error, first_tensor, mapped, note, run, tensors, untouched
-from sensli.modules.wrappers import eager
+from sensli.modules.running import brief_error, first_tensor, map_tensors, note, run, tensors, untouched
+from sensli.modules.wrappers import run_eagerly
 from sensli.moves.point import Ref
 from sensli.moves.roles import Role, role_of, units_made, why_unknown
 from sensli.moves.search import Search
@@ -126,7 +126,7 @@ class _Run:
         handles = list(self._hooks())
         try:
             # torch's fused attention takes NaN for a masked value; the plain one passes it on.
-            with untouched(self.model), torch.no_grad(), eager(), sdpa_kernel(SDPBackend.MATH):
+            with untouched(self.model), torch.no_grad(), run_eagerly(), sdpa_kernel(SDPBackend.MATH):
                 output = run(self.model, _repeat_first(example, len(self.marks)))
         finally:
             for handle in handles:
@@ -235,7 +235,7 @@ def _repeat_first(example: Any, samples: int) -> Any:
             return tensor
         return tensor[:1].expand(samples, *tensor.shape[1:]).clone()
 
-    return mapped(example, each)
+    return map_tensors(example, each)
 
 
 # ---- A group: the layers that make the same units, and all that reads or passes them on the way.

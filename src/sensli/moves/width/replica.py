@@ -24,14 +24,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, made_by
-from sensli.modules.engines.fsdp import reshard, unsharded
+from sensli.modules.engines.fsdp import reshard, unsharded_copy
 from sensli.modules.grown import WideAttention, holder_of
-from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, mapped, tensors, whole
+from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, map_tensors, tensors, whole_tensor
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
 from sensli.moves.roles import ConvRole, Role, map_of, role_of
 from sensli.moves.stretching import Stretch, like_layout
-from sensli.moves.width.width import Axis, Entries, Size, Width, filled
+from sensli.moves.width.width import Axis, Entries, Size, Width, fill_entries
 
 # ---- Hooks of the user that change what passes a module: they change what candidates for new units give, too.
 #
@@ -107,7 +107,7 @@ class UserHooks:
             return alias
 
         def run(module: nn.Module, *given: Any) -> Any:
-            return hook(module, *(mapped(each, lent) for each in given)) if key in self.changing else None
+            return hook(module, *(map_tensors(each, lent) for each in given)) if key in self.changing else None
 
         return run
 
@@ -256,7 +256,7 @@ class Replica:
             whole_model = self._model
             if self._sharded:  # of layers that make units no weight is needed
                 reshard(self._model)
-                whole_model = unsharded(self._model, {id(parameter) for _, _, parameter in self._run_by_copy()})
+                whole_model = unsharded_copy(self._model, {id(parameter) for _, _, parameter in self._run_by_copy()})
             self._copy = copied_block(whole_model, share=True, recorders=True)
             self._pairs = list(zip(self._copy.modules(), self._model.modules(), strict=True))
             with self._hooks.seen(self._modules.values()):
@@ -299,7 +299,7 @@ class Replica:
         assert self._copy is not None
         for path, name, parameter in self._run_by_copy():
             if (path, name) not in self._changed:
-                self._copy.get_submodule(path)._parameters[name].data.copy_(whole(parameter))  # type: ignore[union-attr]
+                self._copy.get_submodule(path)._parameters[name].data.copy_(whole_tensor(parameter))  # type: ignore[union-attr]
 
     def _run_by_copy(self) -> Iterator[tuple[str, str, nn.Parameter]]:
         """The parameters of modules that the copy really runs, with their paths and names: layers that make units do not."""
@@ -463,8 +463,8 @@ class Replica:
             if rows is None:
                 if output._version != version:  # what somebody has overwritten in place is made once more
                     layer: Any = self._modules[path]
-                    bias = None if layer.bias is None else whole(layer.bias)
-                    output = map_of(module).apply_rows(given, whole(layer.weight), bias)
+                    bias = None if layer.bias is None else whole_tensor(layer.bias)
+                    output = map_of(module).apply_rows(given, whole_tensor(layer.weight), bias)
                 self._given_back = [output]
                 return output
             if not isinstance(rows, list):
@@ -515,7 +515,7 @@ def _resize(module: nn.Module, axis: Axis, width: Width, count: int, new: Tensor
     """A module that passes units one by one, for the candidates alone."""
     old: Tensor = getattr(module, axis.name).detach()
     stretch = Stretch(axis.dim, width.units, count, axis.start, axis.outer, axis.inner)
-    entries = stretch.entries(stretch.applied(old, filled(axis, old, new)))
+    entries = stretch.entries(stretch.applied(old, fill_entries(axis, old, new)))
     value = _in_place_of_units(old, axis.dim, axis, width, entries)
     if axis.name in module._buffers:
         module._buffers[axis.name] = value

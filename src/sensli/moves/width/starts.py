@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules.copies import NoDropout
-from sensli.modules.running import first_tensor, run, untouched, upcast, whole
-from sensli.modules.wrappers import eager
+from sensli.modules.running import first_tensor, run, untouched, upcast, whole_tensor
+from sensli.modules.wrappers import run_eagerly
 from sensli.moves.point import Point
 from sensli.moves.roles import Geometry, MapRole, map_of, role_of
 from sensli.moves.sites import Ahead, Gauge, Site
 from sensli.moves.stretching import Copied
-from sensli.moves.width.gauge import MANY, ColumnGauge, ReaderGauge, calibrated, candidates, directions, is_cut, makings
+from sensli.moves.width.gauge import MANY, ColumnGauge, ReaderGauge, calibrate, candidates, directions, is_cut, makings
 from sensli.moves.width.replica import Places, Replica, inputs_of
-from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing, laid_out, units_of
+from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing_entries, laid_out, units_of
 
 if TYPE_CHECKING:
     from sensli.moves.width.confirming import WidthRehearsal
@@ -71,7 +71,7 @@ def drawn_rows(width: Width, generator: torch.Generator) -> Entries:
     """Random rows for the units that would come: matrices with the spread of the old ones, biases zero."""
 
     def rows(axis: Axis) -> Tensor:
-        tensor, shape = whole(axis.tensor), axis.shape_of(width.more)
+        tensor, shape = whole_tensor(axis.tensor), axis.shape_of(width.more)
         if tensor.dim() < 2:
             return tensor.new_zeros(shape)
         # In single precision, which is drawn several times as fast.
@@ -134,7 +134,7 @@ class FittingGauge(Ahead):
             entries = entries.taken(self._width, range(self._width.more))
         entries = _joined(self._width, entries, pointed)
         inputs = {path: inputs for path, (_, inputs) in seen.items()}
-        entries = calibrated(self._width, entries, inputs, cut=bool(self._cut) and all(self._cut))
+        entries = calibrate(self._width, entries, inputs, cut=bool(self._cut) and all(self._cut))
         return {str(index): value for index, value in enumerate(entries.values) if value is not None}
 
     def settled(self, site: Site, sums: Mapping[str, Tensor]) -> Site:
@@ -268,10 +268,10 @@ class RowGauge(ReaderGauge):
         """The columns of the new units, one after the other: [units, columns of one]."""
         if self._width._entries is not None:
             return _columns(self._width, self._width._entries)
-        return largest(self._width, bypass.cpu().double())
+        return largest_columns(self._width, bypass.cpu().double())
 
 
-def largest(width: Width, bypass: Tensor) -> Tensor:
+def largest_columns(width: Width, bypass: Tensor) -> Tensor:
     """Columns along the largest singular values; random ones where there are more units than these."""
     if not bool(bypass.isfinite().all()):  # training has diverged, and the merit says so
         return _random(width, width.more)
@@ -296,7 +296,7 @@ def _problem(width: Width) -> str:
     role = role_of(module)
     if not isinstance(role, MapRole) or not role.makes or not role.can_unfold:
         return f'init="gradmax" does not know {makers[0].module.path} ({type(module).__name__})'
-    columns = sum(existing(width, axis).numel() // width.units for axis in width.filled_with("column"))
+    columns = sum(existing_entries(width, axis).numel() // width.units for axis in width.filled_with("column"))
     if role.inputs_per_unit * columns > _LARGEST:
         return f'init="gradmax" would need the singular vectors of a {role.inputs_per_unit} x {columns} matrix, which is too large'
     return ""
@@ -315,7 +315,7 @@ def _slope(trial: WidthRehearsal, width: Width) -> float:
 
     handle = width.axes[0].module.find_module().register_forward_pre_hook(watch, with_kwargs=True)
     try:
-        with replica.beside(), untouched(trial.model), torch.enable_grad(), eager(), NoDropout():
+        with replica.beside(), untouched(trial.model), torch.enable_grad(), run_eagerly(), NoDropout():
             run(trial.model, trial.example)
             read = [float(each.abs().max()) for held in replica.read.values() for each in held]
     finally:
@@ -340,12 +340,12 @@ def _entries(width: Width, columns: Tensor) -> Entries:
     for axis in width.axes:
         value = None
         if axis.fill == "column":
-            own = existing(width, axis)
+            own = existing_entries(width, axis)
             part, rest = rest.split([own.numel() // width.units, rest.shape[1] - own.numel() // width.units], 1)
             value = laid_out(part.to(own), axis, own)
         elif axis.fill == "row":
             start = _bias(width) if axis.name == "bias" else 0.0
-            value = existing(width, axis).new_full(axis.shape_of(width.more), start)
+            value = existing_entries(width, axis).new_full(axis.shape_of(width.more), start)
         values.append(value)
     return Entries(tuple(values))
 
@@ -361,7 +361,7 @@ def _columns(width: Width, entries: Entries) -> Tensor:
 
 
 def _existing_columns(width: Width) -> Tensor:
-    return _columns(width, Entries(tuple(existing(width, axis) for axis in width.axes)))
+    return _columns(width, Entries(tuple(existing_entries(width, axis) for axis in width.axes)))
 
 
 def _size(width: Width) -> float:
@@ -397,7 +397,7 @@ class Net2NetStart(Start):
         sources = width.sources or self.sources(width.units, width.more)
 
         def copies(axis: Axis) -> Tensor | None:
-            return None if axis.fill == "column" else units_of(existing(width, axis), axis, sources)
+            return None if axis.fill == "column" else units_of(existing_entries(width, axis), axis, sources)
 
         return Entries(tuple(map(copies, width.axes)))
 

@@ -25,14 +25,14 @@ from sensli.modules.copies import is_large
 from sensli.modules.engines.all_or_nothing import about_to_change
 from sensli.modules.engines.fsdp import check_resized, follow_shapes
 from sensli.modules.grown import fit_class, new_in
-from sensli.modules.running import put, sharded_like, whole
+from sensli.modules.running import put, sharded_like, whole_tensor
 from sensli.modules.wrappers import is_sharded, own_modules
-from sensli.moves.inserting import forget, recall, remember
+from sensli.moves.inserting import forget, recall, remember_lost
 from sensli.moves.point import Ref, attribute
 from sensli.moves.sites import Edit, Site
 from sensli.moves.stretching import OWN, Copied, Exchange, Resize, Stretch, given_back, is_copied, like_layout
 from sensli.moves.width.starts import STARTS
-from sensli.moves.width.width import Axis, Entries, Width, family, filled, find_part
+from sensli.moves.width.width import Axis, Entries, Width, family, fill_entries, find_part
 
 # ---- How layers have become wider since something was measured for them: measured entries follow with zeros, which change
 # nothing.
@@ -64,12 +64,12 @@ def forget_widening(width: Width) -> None:
             _MADE[module] = made[:-1]
 
 
-def carried(entries: Tensor, stretch: Stretch) -> Tensor:
+def carry_entries(entries: Tensor, stretch: Stretch) -> Tensor:
     """Entries along one axis after another axis of their tensor has become longer."""
     return stretch.copied(entries) if isinstance(stretch, Copied) else stretch.applied(entries)
 
 
-def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None:
+def follow_entries(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None:
     """Entries that were measured along an axis with the shape that its layer has now; None if they do not fit, whatever was made since."""
     if list(entries.shape) == list(shape):
         return entries
@@ -83,7 +83,7 @@ def followed(entries: Tensor, axis: Axis, shape: Sequence[int]) -> Tensor | None
         for length, stretch in made[first:]:
             if value.shape[stretch.dim] != length:
                 break
-            value = carried(value, stretch)
+            value = carry_entries(value, stretch)
         if list(value.shape) == list(shape):
             return value
     return None
@@ -191,7 +191,7 @@ class Widening(Edit):
         self._moves_old = bool(self._move.factors) or any(shift is not None for shift in entries.shifts)
         self._new = []
         for each in self.resized:
-            old = whole(each.tensor)
+            old = whole_tensor(each.tensor)
             make = partial(_laid_out, resize=each, width=self._move, entries=entries)
             if self.passing is not None and self.passing.takes(each.tensor):
                 self.passing.widen(each.tensor, make)
@@ -210,7 +210,7 @@ class Widening(Edit):
         if self._sharded:
             follow_shapes(self._model)
         if self.copies or self._moves_old:
-            remember(self.module, self.resized)
+            remember_lost(self.module, self.resized)
 
     def revert(self) -> None:
         forget(self.module, self.resized)
@@ -349,7 +349,7 @@ def _fitting(width: Width, entries: Entries) -> Entries | None:
     for given, units in ((entries.values, width.more), (entries.shifts, width.units)):
         found.append([])
         for axis, new in zip(width.axes, given, strict=True) if given else ():
-            found[-1].append(None if new is None else followed(new, axis, axis.shape_of(units)))
+            found[-1].append(None if new is None else follow_entries(new, axis, axis.shape_of(units)))
             if new is not None and found[-1][-1] is None:
                 return None
     return Entries(tuple(found[0]), tuple(found[1]))
@@ -370,7 +370,7 @@ def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -
     for stretch in in_order:
         axis, new, _ = fills[stretch]
         entered = stretch.copied if isinstance(stretch, Copied) else stretch.applied
-        value = entered(value, filled(axis, value, new))
+        value = entered(value, fill_entries(axis, value, new))
     for shift in moved:  # last: copies are of units as they were
         value = value + resize.stretched(shift, along=range(shift.dim()))
     return value
@@ -394,7 +394,7 @@ def _before(resize: Resize, width: Width) -> Tensor:
     if known is not None:
         value = known[0]
     else:
-        value = whole(resize.tensor)
+        value = whole_tensor(resize.tensor)
         value = (given_back(resize, value) if is_copied(resize) else resize.shrunk(value)) / _factor(resize, width)
     return sharded_like(like_layout(value, resize.tensor), resize.tensor)
 

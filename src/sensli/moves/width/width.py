@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from sensli.errors import UnknownSite, one_of
-from sensli.modules.running import whole
+from sensli.errors import UnknownSite, unknown_choice
+from sensli.modules.running import whole_tensor
 from sensli.moves.point import Bind, Point, Ref, attribute
 from sensli.moves.sites import Cost, Edit, Gauge, New, Site, plural
 from sensli.moves.stretching import FRESH, Copied, Stretch
@@ -50,9 +50,9 @@ def units_of(entries: Tensor, axis: Axis, chosen: Sequence[int]) -> Tensor:
     return flat
 
 
-def existing(width: Width, axis: Axis) -> Tensor:
+def existing_entries(width: Width, axis: Axis) -> Tensor:
     """The entries of the units that are there."""
-    return whole(axis.tensor).narrow(axis.dim, axis.start, axis.outer * width.units * axis.inner)
+    return whole_tensor(axis.tensor).narrow(axis.dim, axis.start, axis.outer * width.units * axis.inner)
 
 
 def by_unit(entries: Tensor, axis: Axis) -> Tensor:
@@ -69,7 +69,7 @@ def laid_out(columns: Tensor, axis: Axis, like: Tensor) -> Tensor:
     return flat
 
 
-def filled(axis: Axis, tensor: Tensor, value: Tensor | None) -> Tensor | float:
+def fill_entries(axis: Axis, tensor: Tensor, value: Tensor | None) -> Tensor | float:
     """New entries of a tensor along one of its axes."""
     if value is not None:
         return value
@@ -113,7 +113,7 @@ class Axis(Plain):
 
     def _verify(self) -> None:
         if self.fill not in FILLS:
-            raise ValueError(one_of("fill", self.fill, FILLS))
+            raise ValueError(unknown_choice("fill", self.fill, FILLS))
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Width(Plain):
         from sensli.moves.width.starts import STARTS
 
         if self.start not in STARTS:
-            raise ValueError(one_of("start", self.start, STARTS))
+            raise ValueError(unknown_choice("start", self.start, STARTS))
 
 
 def find_part(model: nn.Module, ref: Ref) -> tuple[str, nn.Module]:
