@@ -125,7 +125,7 @@ def _operations(work: Callable[[], Any]) -> int:
     """FLOPs of products and convolutions, backward passes too."""
     with FlopCounter() as counter:
         work()
-    return counter.total
+    return int(counter.total)
 
 
 def _growth_with_depth() -> Figure:

@@ -175,7 +175,7 @@ def main() -> None:
     named = {f"largest merit, {rule}" if rule in ("frobenius", "natural") else rule: regrets[rule] for rule in rules}
     save("merits.svg", named, "loss above that of the best site, in thousandths (left is better)", line=0)
 
-    rows = table("results/units.md", "| `start`")[1:]
+    rows = table("results/units.md", "| `init`")[1:]
     losses: Points = {}
     for row in rows:
         seeds = [float(cell) for cell in row[1:5]]

@@ -197,7 +197,8 @@ def test_all_ranks_wait_for_the_one_that_can_afford_least(tmp_path: Path) -> Non
     ranks.run(looks_on_ranks, 2, tmp_path)
 
 
-def test_the_default_earns_two_percent_and_begins_with_32_batches() -> None:
+@pytest.mark.filterwarnings("ignore:.*checks in a row")
+def test_the_default_earns_two_percent_and_begins_with_ten_checks() -> None:
     model = network()
     optimizer = make_optimizer(model)
     given = {"example": X[:2], "log": None}
@@ -209,16 +210,44 @@ def test_the_default_earns_two_percent_and_begins_with_32_batches() -> None:
     ]
     assert limits == ["auto", None, None, None]  # who says when to check has said what it costs
     grower, data = make_grower(model, optimizer, max_check_share="auto"), Seen(12)
-    for _ in range(4):
+    for _ in range(14):
         train(model, optimizer, 1)
         grower.step(data, mse_loss)
-    assert data.taken == 12 + 12 + 8 and calls(grower) == [1, 2, 3]
-    train(model, optimizer, 8 * 75 - 5)  # 2 % of 600 steps are 8 batches
+    # Thirteen checks of 12 batches leave four, which are too few.
+    assert data.taken == 13 * 12 and calls(grower) == list(range(1, 14))
+    train(model, optimizer, 300 - 14 - 1)  # 2 % of 300 steps are 4 batches
     grower.step(data, mse_loss)
-    assert data.taken == 32 and calls(grower) == [1, 2, 3]
+    assert calls(grower)[-1] == 13
     train(model, optimizer, 1)
     grower.step(data, mse_loss)
-    assert data.taken == 40 and calls(grower)[-1] == 6
+    assert data.taken == 164 and calls(grower)[-1] == 16 and grower.state_dict()["price"]["batches"] == 164
+    many, data = make_grower(model, optimizer, max_check_share="auto"), Seen(12)
+    data.data = data.data * 4
+    train(model, optimizer, 1)
+    many.step(data, mse_loss)
+    assert data.taken == 16  # what is free is not spent at once
+    train(model, optimizer, 2999)
+    many.step(data, mse_loss)
+    assert data.taken == 16 + 24  # 2 % of 3,000 steps are 40 batches
+
+
+def test_a_limited_check_leaves_the_order_of_a_loader_and_decides_as_one_without_a_limit() -> None:
+    dataset = torch.utils.data.TensorDataset(X, Y)
+    found = []
+    for limit in ("auto", None):
+        model = network()
+        optimizer = make_optimizer(model)
+        loader = torch.utils.data.DataLoader(dataset, 4, shuffle=True, generator=torch.Generator().manual_seed(0))
+        grower = make_grower(model, optimizer, max_check_share=limit, what="units", tau=0.0)
+        train(model, optimizer, 3)
+        grower.step(loader, mse_loss)
+        assert grower.last_merits is not None
+        found.append(
+            ([str(growth) for growth in grower.history], [x for x, _ in loader], grower.last_merits.best.value)
+        )
+    (grown, order, merit), (freely, freely_ordered, free_merit) = found
+    assert grown == freely != [] and merit == free_merit
+    assert all(torch.equal(one, other) for one, other in zip(order, freely_ordered, strict=True))
 
 
 class Block(nn.Module):
@@ -235,16 +264,14 @@ def test_losses_that_stand_for_a_metric_are_held_to_the_share_too() -> None:
     model = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(4, 1))
     optimizer = make_optimizer(model)
     grower, taken = Grower(model, optimizer, example=X[:2]), []
-    for _ in range(24):
+    for _ in range(100):
         train(model, optimizer, 1)
         data = Seen(10)
         grower.step(data, mse_loss)
         taken.append(data.taken)
-    assert taken == [8] * 18 + [0] * 6  # as much as 32 batches, which are 48 steps, or 144 losses
-    train(model, optimizer, 60)
-    data = Seen(10)
-    grower.step(data, mse_loss)
-    assert data.taken == 5  # 2 % of 84 steps
+    assert (
+        sum(taken) <= 720 + 6 and taken[:90] == [8] * 90
+    )  # as much as 160 batches, which are 240 steps, or 720 losses
     again = Grower(model, optimizer, example=X[:2])
     again.load_state_dict(json.loads(json.dumps(grower.state_dict())))
-    assert again.state_dict()["price"]["losses"] == 144 + 5
+    assert again.state_dict()["price"]["losses"] == sum(taken)

@@ -101,6 +101,28 @@ def test_the_figures_of_long_budgets_are_those_of_the_stored_runs() -> None:
     assert f"needed {cost} of the FLOPs" in README and str(large) == "at most 0.50 [0.50, 0.50]"
 
 
+def test_the_table_of_other_methods_is_that_of_the_stored_runs() -> None:
+    stored = json.loads((ROOT / "docs/compare/long/rivals.json").read_text())
+    page = (ROOT / "docs/results/long-budgets.md").read_text()
+    head = "| | seed 0 | seed 1 | parameters | checks |"
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")]
+        for row in page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
+    ]
+    own = [run for name, run in stored.items() if name != "autogrow-gauss"]  # as with Adam
+    assert stored["autogrow-gauss"]["test"]["0"] == stored["autogrow-adam"]["test"]["0"]
+    assert [row[1:] for row in rows] == [
+        [
+            *(f"{run['test'][seed]:.3f}" if seed in run["test"] else "" for seed in "01"),
+            f"{run['parameters']:,}",
+            f"{run['decisions']:.1%}" if run["grown"] else "",
+        ]
+        for run in own
+    ]
+    order = [run["test"]["0"] for run in stored.values()]
+    assert order == sorted(order) and list(stored)[:2] == ["g-stack", "default"]
+
+
 def test_readme_cites_the_paper() -> None:
     cited = (ROOT / "CITATION.cff").read_text()
     for text in (README, cited):

@@ -291,8 +291,8 @@ class StrategyOptions(TypedDict, total=False):
         max_check_share: The largest share of the training that checks may take, such as 0.02. A check that would take more is done on
             fewer batches, but at least 8, or waits for the next call on which the trigger fires; the log says at the next check how many
             have waited. The steps of the optimizer are counted, and a batch of a check is taken for one of training. Before the first
-            step nothing waits. ``"auto"`` is 0.02, and 32 batches more in all, so that short trainings can grow. None sets no limit
-            (default: "auto" with the trigger of the preset, otherwise None).
+            step nothing waits. ``"auto"`` is 0.02, and ten checks of at most 16 batches more, so that short trainings can grow. None
+            sets no limit (default: "auto" with the trigger of the preset, otherwise None).
     """
 
     what: str | None

@@ -15,7 +15,8 @@ from sensli.modules import checks
 _BATCH = 1.5
 _LEAST = 8  # batches; a check on fewer says little, unless there are no more
 _LOSSES = 3  # batches whose loss alone costs as much as a step
-_SHARE, _FREE = 0.02, 32  # of "auto": the share, and batches that need not be earned, so that short trainings grow too
+# Of "auto": the share, and batches that need not be earned, so that short trainings grow too; so many of them at once.
+_SHARE, _FREE, _AT_ONCE = 0.02, 160, 16
 AUTO = "auto"
 
 
@@ -30,7 +31,7 @@ class CheckPrice:
     A batch of a check is taken for one of training. The first of the optimizers counts: the others step beside it.
 
     Args:
-        limit: The largest share of the steps that checks may take, "auto" for 2 % and 32 batches more, or None for no limit.
+        limit: The largest share of the steps that checks may take, "auto" for 2 % and 160 batches more, or None for no limit.
         optimizers: Those that train the model.
     """
 
@@ -58,7 +59,8 @@ class CheckPrice:
         wanted = len(batches) if isinstance(batches, Sized) else self.last
         if wanted is None:
             return None
-        left = int(self.share * self.steps / _BATCH) + self._free - self.batches
+        earned = int(self.share * self.steps / _BATCH) - self.batches
+        left = max(earned, min(earned + self._free, _AT_ONCE)) if self._free else earned
         if left >= wanted:
             return None
         return left if left >= _LEAST else 0
@@ -77,13 +79,7 @@ class CheckPrice:
         if self.share is None:
             return batches
         self.last, self.skipped = 0, 0
-        return iter(self._taken(batches if most is None else islice(iter(batches), most)))
-
-    def _taken(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.batches += 1
-            self.last = (self.last or 0) + 1
-            yield batch
+        return _CountedBatches(self, batches, most)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; empty where there is no limit."""
@@ -99,6 +95,27 @@ class CheckPrice:
             raise ValueError(f"the counts of steps and of batches are {state!r}")
         for name, value in found.items():
             setattr(self, name, value)
+
+
+class _CountedBatches:
+    """Batches of a check. Those of a second pass are the same ones, and attributes, such as a loader's generator, those of the source."""
+
+    def __init__(self, price: CheckPrice, source: Iterable[Any], most: int | None) -> None:
+        self._price, self._source, self._most = price, source, most
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(islice(iter(self._source), self._most)):
+            if index >= (self._price.last or 0):
+                self._price.batches += 1
+                self._price.last = index + 1
+            yield batch
+
+    def __len__(self) -> int:
+        known = len(self._source)  # type: ignore[arg-type]  # raises, as it should, where nobody knows
+        return known if self._most is None else min(known, self._most)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
 
 _STATE = {"steps": 0, "batches": 0, "losses": 0, "last": None, "skipped": 0}

@@ -49,7 +49,7 @@ class TrainingOutcome:
     Curves share the axis `iteration`: `train_loss`, `test_loss`, `test_error`. Insertions have `place`, `merits`,
     `ratios`, `dead` (units at the chosen place) and `new_gradient`; `gradient_norm` only where it was asked for. An engine
     whose cost means something adds `seconds` and `flops` (both summed up, by epoch); place -1: nothing has grown.
-    The time it took and where it comes from are not the engine's to say: `runner.train` fills them in.
+    The time it took and where it comes from are not the engine's to say: `runner.train_piece` fills them in.
     """
 
     runs: dict[str, Tensor]

@@ -280,7 +280,7 @@ def save_and_die(self, *given):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def work():
-    runner.run([plan(parse(TINY, "tiny.json"), "stated", RunOptions(runs=1))], Store(Path({out!r})))
+    runner.run_plans([plan(parse(TINY, "tiny.json"), "stated", RunOptions(runs=1))], Store(Path({out!r})))
 
 killed = os.fork()  # before anything is computed: a start of Python costs more than the work
 if killed == 0:
