@@ -22,7 +22,11 @@ AUTO = "auto"
 
 def check_share(value: float | str | None) -> float | str | None:
     """A number between 0 and 1, "auto" or None."""
-    return value if value is None or value == AUTO else checks.share("max_check_share", value, 0.02)
+    if value is None or (isinstance(value, str) and value == AUTO):
+        return value
+    what = "between 0 and 1 (for example 0.02), 'auto' or None"
+    share = checks.number("max_check_share", value, what)
+    return share if 0 < share < 1 else checks.refuse("max_check_share", what, value, ValueError)
 
 
 class CheckPrice:
