@@ -266,6 +266,7 @@ def test_wrong_categories_are_refused_and_nothing_is_fitted(asked: Any, text: st
     [
         ([[np.inf, 1.0]] * 60, "Input X contains infinity or a value too large for dtype('float64')."),
         (np.array([[1.0, float("-inf")]] * 60, dtype=object), "Input X contains infinity"),
+        (np.array([[1.0, 2j]] * 60, dtype=object), "Complex data not supported, got '2j'."),
         (np.empty((0, 2)), "Found array with 0 sample(s)"),
         (np.empty((60, 0)), "Found array with 0 feature(s)"),
         (np.zeros((59, 2)), "Found input variables with inconsistent numbers of samples: [59, 60]"),
@@ -281,6 +282,12 @@ def test_tables_that_mean_nothing_are_refused_and_the_last_fit_stays(x: Any, tex
             each.fit(x, y)
     assert not hasattr(fresh, "n_features_in_") and not hasattr(fresh, "_reader")
     assert vars(model) == kept and np.array_equal(model.predict_proba(good), before)
+
+
+def test_a_frame_that_is_not_in_memory_is_refused() -> None:
+    lazy = pytest.importorskip("polars").DataFrame({"a": np.arange(60.0)}).lazy()
+    with pytest.raises(TypeError, match=r"X must be a table in memory for GrowingClassifier, got a LazyFrame\. Call"):
+        GrowingClassifier(**QUICK).fit(lazy, np.arange(60) % 2)
 
 
 def test_words_are_refused_where_no_column_is_a_category() -> None:

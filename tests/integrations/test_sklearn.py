@@ -399,7 +399,7 @@ def test_there_are_no_more_epochs_than_asked_for(
         ("max_layers", None),
         ("patience", -1),
         ("patience", [1]),
-        ("members", 1),
+        ("members", 0),
         ("layers", 0),
         ("max_width", 0),
         ("tau", -1.0),
@@ -454,9 +454,15 @@ def test_networks_are_averaged_only_where_the_held_out_samples_say_that_it_pays(
     short: dict[str, Any] = {"max_epochs": 60, "bins": 1}
     fits = [
         GrowingRegressor(random_state=0, tolerance=0.02, verbose=1, **settings).fit(x, each)
-        for each, settings in ((y, {"max_epochs": 150}), (noise, short), (noise, {**short, "members": 3}))
+        for each, settings in (
+            (y, {"max_epochs": 150}),
+            (noise, short),
+            (noise, {**short, "members": 3}),
+            (y, {**short, "members": 1}),
+        )
     ]
-    assert [len(model.model_.members) for model in fits] == [6, 1, 3]  # it pays, it does not, it was asked for
+    # It pays, it does not, it was asked for, one was asked for.
+    assert [len(model.model_.members) for model in fits] == [6, 1, 3, 1]
     gains = [
         float(gain)
         for gain in re.findall(r"the mean of 6 networks would lower the loss by (.+)%", capsys.readouterr().out)

@@ -97,6 +97,8 @@ def _settled(cells: Any) -> Any:
     gaps = np.fromiter(map(_is_gap, cells), bool, len(cells))
     known = cells[~gaps]
     if all(isinstance(cell, (Number, decimal.Decimal, np.bool_)) for cell in known):
+        if any(isinstance(cell, complex) for cell in known):
+            raise ValueError(f"Complex data not supported, got {_shown(cells)}.")
         found = np.full(len(cells), np.nan)
         found[~gaps] = known.astype(np.float64)
         return found

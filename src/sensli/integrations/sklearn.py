@@ -121,8 +121,8 @@ PARTS = 3  # of the samples, each of which some networks hold out
 FEWEST = 50  # fewer samples decide nothing: then nothing is held out and nothing grows
 
 
-def _whole(least: int = 1) -> Any:
-    return Interval(Integral, least, None, closed="left")
+def _whole() -> Any:
+    return Interval(Integral, 1, None, closed="left")
 
 
 class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
@@ -148,7 +148,7 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     # What scikit-learn's `_validate_params` checks when fitting begins, before anything changes.
     _parameter_constraints: ClassVar[dict[str, list[Any]]] = {
-        "members": [_whole(2), StrOptions({"auto"})],
+        "members": [_whole(), StrOptions({"auto"})],
         "layers": [_whole()],
         "width": [_whole()],
         "max_layers": [_whole()],
@@ -330,6 +330,10 @@ class GrowingEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _cells(self, x: Any) -> Any:
         """A frame as it is; what else holds samples as an array of numbers or of cells."""
+        if hasattr(x, "collect"):
+            raise TypeError(
+                f"X must be a table in memory for {type(self).__name__}, got a {type(x).__name__}. Call collect() first."
+            )
         if is_frame(x):
             return x
         if not hasattr(x, "dtype") and np.asarray(x).dtype.kind in "OUS":
@@ -393,8 +397,8 @@ class GrowingClassifier(ClassifierMixin, GrowingEstimator):  # type: ignore[misc
     """A classifier that grows its networks during `fit`.
 
     Args:
-        members: The number of networks, whose mean is the prediction; each holds out another part of the samples. ``"auto"`` keeps one
-            network, or six if the held-out samples say that their mean is better (default: "auto").
+        members: The number of networks, whose mean is the prediction; each holds out another part of the samples, one
+            alone a fifth. ``"auto"`` keeps one network, or six if the held-out samples say that their mean is better (default: "auto").
         layers: The number of hidden layers that `fit` starts with (default: 1).
         width: The number of units of each of them; a growth doubles those of a layer (default: 8).
         max_layers: The largest number of hidden layers (default: 3).
@@ -534,8 +538,8 @@ class GrowingRegressor(RegressorMixin, GrowingEstimator):  # type: ignore[misc]
     """A regressor that grows its networks during `fit`; targets are standardised inside, so their unit does not matter.
 
     Args:
-        members: The number of networks, whose mean is the prediction; each holds out another part of the samples. ``"auto"`` keeps one
-            network, or six if the held-out samples say that their mean is better (default: "auto").
+        members: The number of networks, whose mean is the prediction; each holds out another part of the samples, one
+            alone a fifth. ``"auto"`` keeps one network, or six if the held-out samples say that their mean is better (default: "auto").
         layers: The number of hidden layers that `fit` starts with (default: 1).
         width: The number of units of each of them; a growth doubles those of a layer (default: 8).
         max_layers: The largest number of hidden layers (default: 3).
