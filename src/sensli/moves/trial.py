@@ -493,6 +493,7 @@ class LayerRehearsal(Rehearsal):
     ) -> dict[int, str]:
         """Sites where a measurement would catch another gradient than the layer gets. ``before``: what the layers hand back."""
         wrong = {i: _NO_GRADIENT for i, g in enumerate(gradients) if g is None}
+        wrong |= {i: _OVERFLOW for i, g in enumerate(gradients) if g is not None and not bool(g.isfinite().all())}
         tried = [i for i, site in enumerate(sites) if move_of(site).caught_at_site and i not in wrong]
         # An identity hands back what it gets. Where more comes back to its input, that is used elsewhere, and a measurement must tell.
         open_ones = [i for i in tried if not are_alike(gradients[i], before[i], on[i])]
@@ -560,6 +561,7 @@ class LayerRehearsal(Rehearsal):
 _WHY = "the forward pass counts, indexes or slices its modules, or checks their class"
 _BACKWARD = "the backward pass fails with a layer there ({})"
 _NO_GRADIENT = "a layer there would get no gradient"
+_OVERFLOW = "the gradient that arrives there is infinite or not a number on the example, so nothing can be measured"
 _OTHER_GRADIENT = (
     "its values are read elsewhere too: the gradient that could be measured is not the one that a layer there would get"
 )

@@ -55,8 +55,7 @@ _APART = (
 def confirm(trial: WidthRehearsal, sites: Sequence[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
     """Those that hold, and the others with the reason."""
     for training in _MODES:
-        for part in trial.parts(sites):
-            trial.hear(part, training)  # as many as there is room for in one pass; what fails here is found below
+        trial.hear(sites, training)  # all in one pass; what fails here is found below
     good, refused = bisect(
         sites,
         lambda group: Verdict(together=trial.moves(group)),
@@ -138,19 +137,6 @@ class WidthRehearsal(Rehearsal):
             if all(torch.equal(one.isfinite(), other.isfinite()) for one, other in zip(found, usual, strict=True)):
                 break  # otherwise the model cannot take them: zero times infinity is not a number
         return found
-
-    def parts(self, sites: Sequence[Site]) -> list[list[Site]]:
-        """The sites in parts whose candidates may be held together."""
-        parts: list[list[Site]] = [[]]
-        held = 0
-        for site in sites:
-            size = self._on_copy(site).held
-            if held and held + size > _ROOM:
-                parts.append([])
-                held = 0
-            parts[-1].append(site)
-            held += size
-        return parts
 
     def hear(self, sites: Sequence[Site], training: bool) -> Verdict:
         """Learn what a measurement would say that new units give to their readers; or say why it cannot."""
@@ -331,15 +317,7 @@ class _Tried:
 
     def rows(self, size: float) -> Entries:
         """Rows for new units that all point one way, so that all are on where one is."""
-        sizes = size * torch.linspace(0.5, 1.5, self.width.more, device="cpu")
-        values: list[Tensor | None] = []
-        for axis, value in zip(self.width.axes, self._unit, strict=True):
-            if value is not None:
-                units = value.unflatten(axis.dim, (axis.outer, 1, axis.inner))
-                shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(units.dim())]
-                value = (units * sizes.to(units).view(shape)).flatten(axis.dim, axis.dim + 2)
-            values.append(value)
-        return Entries(tuple(values))
+        return Entries(tuple(self._unit), sizes=size * torch.linspace(0.5, 1.5, self.width.more, device="cpu"))
 
     @cached_property
     def _unit(self) -> list[Tensor | None]:
@@ -362,11 +340,6 @@ class _Tried:
         if self.width.blocks and turns * more * self._row_entries > _ROOM:
             turns = -(-_LEAST // more)  # each block was tried alone before
         return [(1 + turn + unit) % more for turn in range(turns) for unit in range(more)]
-
-    @property
-    def held(self) -> int:
-        """How many entries the rows of all candidates have."""
-        return len(self.candidates) * self._row_entries
 
     @cached_property
     def _row_entries(self) -> int:

@@ -23,12 +23,16 @@ from sensli.moves.width.width import Size
 # ---- Who reads a unit: it is marked, and the marks are looked for.
 #
 # A mark is NaN, which passes everything that works on each unit alone (activations, norms over the batch, pooling,
-# flattening, gates) and spreads over all units where they are mixed. Every sample of one batch carries the mark of
-# another unit, so that a single run tells of all layers at once. A layer that reads is given clean values, so that a
-# mark goes no further.
+# flattening, gates) and spreads over all units where they are mixed. Every sample of one batch carries other marks, so
+# that a single run tells of many layers. A layer that reads is given clean values, so that a mark goes no further: once it
+# is known of one unit of each layer where it is read, layers that have no reader in common share a sample.
 
 
-_SAMPLES = 48  # marked at once: bounds the memory
+_SAMPLES = 48  # marked at once, at most
+_LEAST = 4
+_ROOM = 2**20  # entries of the largest tensor that a layer gives for all of them: bounds the memory
+
+Mark = tuple[str, int]  # a layer, and the unit of it that is marked
 
 
 @dataclass(frozen=True)
@@ -51,35 +55,72 @@ class SeenMarks:
     mixed_by: str = ""  # a module that spread a mark over all units
     leaves: bool = False  # a mark reached what the model returns
 
+    @property
+    def touched(self) -> set[str]:
+        """The layers that its marks have reached."""
+        return {*self.reads, *self.passes}
+
     def span(self, reader: str) -> tuple[int, int]:
         """Where the columns of a reader that were marked begin and end."""
         places = frozenset().union(*self.reads[reader].values())
         return min(places), max(places) + 1
 
 
-def watch(model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]]) -> dict[str, SeenMarks]:
-    """Mark units of all makers, and tell where they are read. The model is a copy in eval mode."""
-    seen = {path: SeenMarks(path, units_made(module)) for path, module in makers}
-    # Enough to tell how units are laid out, in one group or, as fused gates are, in two.
-    _mark(model, example, seen, [(path, unit) for path, each in seen.items() for unit in _at_ends(each.units, 2)])
-    return seen
+class Marking:
+    """Marks units of layers, and tells where they are read. The model is a copy in eval mode."""
 
+    def __init__(self, model: nn.Module, example: Any, makers: Sequence[tuple[str, nn.Module]], largest: int) -> None:
+        """``largest``: the entries of the largest tensor that a layer gives for one sample."""
+        self.seen = {path: SeenMarks(path, units_made(module)) for path, module in makers}
+        self._model, self._example = model, example
+        self._most = min(_SAMPLES, max(_LEAST, _ROOM // max(largest, 1)))
 
-def watch_fused(model: nn.Module, example: Any, seen: Sequence[SeenMarks]) -> None:
-    """Mark also the units where queries, keys and values may meet that lie in a layer one after the other.
+    def mark(self) -> None:
+        """Enough units to tell how they are laid out, in one group or, as fused gates are, in two."""
+        units = {path: _at_ends(each.units, 2) for path, each in self.seen.items()}
+        self._run([[(path, some[0])] for path, some in units.items() if some])
+        # What leaves the model gets no more units, wherever the other ones are read.
+        self._share({path: some[1:] for path, some in units.items() if not self.seen[path].leaves})
 
-    They meet at the thirds of the layer or, where several queries share keys and values, after as many queries as there are columns.
-    """
-    marks = []
-    for each in seen:
-        units = {*_at_ends(each.units, 3), *(unit for _, end in map(each.span, each.reads) for unit in (end - 1, end))}
-        marks += [(each.path, unit) for unit in sorted(units) if unit < each.units]
-    _mark(model, example, {each.path: each for each in seen}, marks)
+    def mark_fused(self, seen: Sequence[SeenMarks]) -> None:
+        """Mark also the units where queries, keys and values may meet that lie in a layer one after the other.
 
+        They meet at the thirds of the layer or, where several queries share keys and values, after as many queries as there are columns.
+        """
+        marks = {}
+        for each in seen:
+            ends = (unit for _, end in map(each.span, each.reads) for unit in (end - 1, end))
+            marks[each.path] = sorted(unit for unit in {*_at_ends(each.units, 3), *ends} if unit < each.units)
+        self._share(marks)
 
-def _mark(model: nn.Module, example: Any, seen: dict[str, SeenMarks], marks: list[tuple[str, int]]) -> None:
-    for start in range(0, len(marks), _SAMPLES):
-        _Run(model, marks[start : start + _SAMPLES], seen).look(example)
+    def _share(self, units: dict[str, list[int]]) -> None:
+        """Mark these units, those of layers that have no reader in common in the same samples."""
+        lanes: list[tuple[set[str], list[str]]] = []  # what is touched, and by marks of which layers
+        for path in units:
+            touched = {path, *self.seen[path].touched}
+            known = bool(self.seen[path].reads) and not self.seen[path].mixed_by
+            lane = next((lane for lane in lanes if known and lane[0].isdisjoint(touched)), None)
+            if lane is None:
+                lanes.append((touched if known else set(self.seen), [path]))
+            else:
+                lane[0].update(touched)
+                lane[1].append(path)
+        self._run(
+            [
+                [(path, units[path][number]) for path in paths if number < len(units[path])]
+                for _, paths in lanes
+                for number in range(max(len(units[path]) for path in paths))
+            ]
+        )
+
+    def _run(self, samples: list[list[Mark]]) -> None:
+        again: list[
+            list[Mark]
+        ] = []  # those that share a sample and were read elsewhere than the first ones: each alone
+        for start in range(0, len(samples), self._most):
+            again += _Run(self._model, samples[start : start + self._most], self.seen).look(self._example)
+        if again:
+            self._run(again)
 
 
 def _at_ends(rows: int, parts: int) -> list[int]:
@@ -116,25 +157,57 @@ def all_columns(where: Layout, units: int) -> frozenset[int]:
     return frozenset().union(*(columns(where, units, unit) for unit in range(units)))
 
 
+@dataclass
+class _Arrived:
+    """What one sample has shown: where its marks were read or passed, which module has spread them, and whether they left the model."""
+
+    reads: dict[str, frozenset[int]] = field(default_factory=dict)
+    passes: dict[str, frozenset[int]] = field(default_factory=dict)
+    mixed_by: str = ""
+    leaves: bool = False
+
+
 class _Run:
-    """One run with a mark in every sample."""
+    """One run with marks in every sample."""
 
-    def __init__(self, model: nn.Module, marks: list[tuple[str, int]], seen: dict[str, SeenMarks]) -> None:
-        self.model, self.marks, self.seen = model, marks, seen
+    def __init__(self, model: nn.Module, samples: list[list[Mark]], seen: dict[str, SeenMarks]) -> None:
+        self.model, self.samples, self.seen = model, samples, seen
+        self.arrived = [_Arrived() for _ in samples]
 
-    def look(self, example: Any) -> None:
+    def look(self, example: Any) -> list[list[Mark]]:
+        """Note what the marks show; those that have to be looked at alone are returned."""
         handles = list(self._hooks())
         try:
             # torch's fused attention takes NaN for a masked value; the plain one passes it on.
             with untouched(self.model), torch.no_grad(), run_eagerly(), sdpa_kernel(SDPBackend.MATH):
-                output = run(self.model, _repeat_first(example, len(self.marks)))
+                output = run(self.model, _repeat_first(example, len(self.samples)))
         finally:
             for handle in handles:
                 handle.remove()
         for tensor in tensors(output):
             share = self._share(tensor)  # a mean over all samples, such as a loss, tells of nobody
             for sample in (share > 0).nonzero().flatten().tolist() if share is not None else ():
-                self.seen[self.marks[sample][0]].leaves = True
+                self.arrived[sample].leaves = True
+        return [
+            [mark] for marks, arrived in zip(self.samples, self.arrived, strict=True)
+            for mark in (() if self._note(marks, arrived) else marks)
+        ]  # fmt: skip
+
+    def _note(self, marks: Sequence[Mark], arrived: _Arrived) -> bool:
+        """Whose the marks of a sample are; False if that is not known, because they were not read where others of their layers were."""
+        there = {*arrived.reads, *arrived.passes}
+        of = {marks[0][0]: there} if len(marks) == 1 else {path: self.seen[path].touched for path, _ in marks}
+        if len(marks) > 1 and (arrived.mixed_by or arrived.leaves or set().union(*of.values()) != there):
+            return False
+        for path, unit in marks:
+            known = self.seen[path]
+            known.leaves |= arrived.leaves
+            known.mixed_by = known.mixed_by or arrived.mixed_by
+            for into, found in ((known.reads, arrived.reads), (known.passes, arrived.passes)):
+                for reader in found.keys() & of[path]:
+                    held = into.setdefault(reader, {})
+                    held[unit] = held.get(unit, frozenset()) | found[reader]
+        return True
 
     def _hooks(self) -> Iterator[Any]:
         for path, module in self.model.named_modules():
@@ -151,10 +224,8 @@ class _Run:
             x = first_tensor(args or tuple(kwargs.values()))
             found = {} if x is None or not x.is_floating_point() else self._find_marks(x, role.channel)
             for sample, places in found.items():
-                maker, unit = self.marks[sample]
-                into = self.seen[maker].reads if role.reads else self.seen[maker].passes
-                held = into.setdefault(path, {})
-                held[unit] = held.get(unit, frozenset()) | places
+                into = self.arrived[sample].reads if role.reads else self.arrived[sample].passes
+                into[path] = into.get(path, frozenset()) | places
             if not role.reads or not found or x is None:
                 return None
             clean = torch.where(x.isnan(), torch.zeros_like(x), x)
@@ -166,14 +237,15 @@ class _Run:
         return hook
 
     def _after(self, path: str, role: Role) -> Any:
-        own = [(sample, unit) for sample, (maker, unit) in enumerate(self.marks) if maker == path]
+        own = [(sample, unit) for sample, marks in enumerate(self.samples) for maker, unit in marks if maker == path]
 
         def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
             if not own or not isinstance(output, Tensor):
                 return None
-            each = _by_sample(output, len(self.marks))
+            each = _by_sample(output, len(self.samples))
             if each is None:
-                self.seen[path].mixed_by = path
+                for sample, _ in own:
+                    self.arrived[sample].mixed_by = path
                 return None
             marked = each.clone()
             for sample, unit in own:
@@ -188,23 +260,23 @@ class _Run:
             if before is None or after is None:
                 return
             for sample in ((before > 0) & (after > before)).nonzero().flatten().tolist():
-                known = self.seen[self.marks[sample][0]]
-                known.mixed_by = known.mixed_by or f"{path} ({type(module).__name__})"
+                arrived = self.arrived[sample]
+                arrived.mixed_by = arrived.mixed_by or f"{path} ({type(module).__name__})"
 
         return hook
 
     def _share(self, x: Tensor | None) -> Tensor | None:
         """For every sample the share of values that are marked."""
-        each = None if x is None or not x.is_floating_point() else _by_sample(x, len(self.marks))
+        each = None if x is None or not x.is_floating_point() else _by_sample(x, len(self.samples))
         return None if each is None or each.dim() < 2 else each.flatten(1).isnan().sum(1) / max(each[0].numel(), 1)
 
     def _find_marks(self, x: Tensor, channel: int) -> dict[int, frozenset[int]]:
         """For every sample with marks the places along the channels that have one."""
-        each = _by_sample(x, len(self.marks))
+        each = _by_sample(x, len(self.samples))
         if not bool(x.isnan().any()):
             return {}
         if each is None:  # nobody knows whose marks these are: everybody's
-            return {sample: frozenset(range(x.shape[-1] if x.dim() else 1)) for sample in range(len(self.marks))}
+            return {sample: frozenset(range(x.shape[-1] if x.dim() else 1)) for sample in range(len(self.samples))}
         nan = each.isnan()
         dim = _of_sample(each, x, channel) + 1
         places = nan.movedim(dim, 1).flatten(2).any(2) if nan.dim() > 2 else nan
@@ -461,15 +533,16 @@ class Grouping:
                 makers.append((path, module))
         if not makers:
             return []
+        marking = Marking(self.copy, self.search.example, makers, self._largest())
         try:
-            seen = watch(self.copy, self.search.example, makers)
+            marking.mark()
         except Exception as error:
             note(error)
             self.refuse((path for path, _ in makers), f"the model fails on marked values ({brief_error(error)})")
             return []
         plain: dict[str, Group] = {}
         reasons: dict[str, str] = {}
-        for each in seen.values():
+        for each in marking.seen.values():
             try:
                 plain[each.path] = self._plain_group(each)
             except NoWidth as reason:
@@ -477,10 +550,10 @@ class Grouping:
                 if each.mixed_by:
                     self.mixed[each.path] = str(reason)
         heads = []
-        clusters = [each for each in _read_together(list(seen.values())) if not _is_plain(each, plain)]
+        clusters = [each for each in _read_together(list(marking.seen.values())) if not _is_plain(each, plain)]
         fused = [cluster[0] for cluster in clusters if len(cluster) == 1 and may_be_fused(cluster[0])]
         try:
-            watch_fused(self.copy, self.search.example, fused)
+            marking.mark_fused(fused)
         except Exception as error:
             note(error)  # what marks do not tell the trial will
         for cluster in clusters:
@@ -493,6 +566,11 @@ class Grouping:
         for path, why in reasons.items():
             self.refuse([path], why)
         return [*heads, *self._join(list(plain.values()))]
+
+    def _largest(self) -> int:
+        """The entries of the largest tensor that a layer gives for one sample."""
+        found = (call.output or call.result for call in self.search.flow.calls)
+        return max((each.tensor[:1].numel() for each in found if each is not None and each.tensor.dim()), default=1)
 
     def called_once(self, path: str, what: str = "units") -> bool:
         calls = len(self.search.flow.calls_of(path))

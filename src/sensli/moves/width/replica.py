@@ -171,6 +171,36 @@ class Passed:
     autocast: Callable[[], AbstractContextManager[None]]
 
 
+class _Rows:
+    """The rows of all candidates that one layer makes: put together once, or where they are many times one row, whenever it runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parts: dict[str, list[tuple[Entries, int, Axis]]] = {"weight": [], "bias": []}
+        self._made: tuple[Tensor, Tensor | None] | None = None
+
+    def add(self, candidates: Entries, index: int, axis: Axis) -> None:
+        self._parts["bias" if axis.name == "bias" else "weight"].append((candidates, index, axis))
+
+    def made(self) -> tuple[Tensor, Tensor | None]:
+        """Their weight and bias."""
+        if self._made is not None:
+            return self._made
+        weight, bias = (self._together(name) for name in self._parts)
+        assert weight is not None
+        if all(entries.sizes is None for entries, _, _ in self._parts["weight"]):
+            self._made = weight, bias
+        return weight, bias
+
+    def _together(self, name: str) -> Tensor | None:
+        found = [(entries.along(index, axis), axis) for entries, index, axis in self._parts[name]]
+        parts = [(value, axis) for value, axis in found if value is not None]
+        if not parts:
+            return None
+        (first, axis), rest = parts[0], [value for value, _ in parts[1:]]
+        return like_layout(torch.cat([first, *rest], axis.dim) if rest else first, getattr(self._module, axis.name))
+
+
 class Replica:
     """The copy of one model for all widths that are measured in it."""
 
@@ -264,6 +294,8 @@ class Replica:
         finally:
             for handle in handles:
                 handle.remove()
+            for mine, _ in self._pairs:  # they hold the candidates, and each other
+                vars(mine).pop("forward", None)
             self._copy, self._made, self.read, self._given_back, self._late = None, False, {}, [], None
             for held in (self._modules, self._givers, self._pairs, self._calls, self._random, self._unwatched):
                 held.clear()
@@ -385,7 +417,7 @@ class Replica:
 
     def _make(self, copy: nn.Module) -> None:
         """Have the copy run the candidates."""
-        makers: dict[str, list[Tensor | None] | float] = {}
+        makers: dict[str, _Rows | float] = {}
         # along the axis of a reader: which asker's candidates lie where, -1 for old units
         readers: dict[str, Tensor] = {}
         # From the end of shared axes: what comes before keeps its positions.
@@ -395,7 +427,7 @@ class Replica:
             for index, axis in enumerate(width.axes):
                 module = copy.get_submodule(axis.module.path)
                 role = role_of(self._modules[axis.module.path])
-                new = candidates.values[index] if isinstance(candidates, Entries) else None
+                new = candidates.along(index, axis) if isinstance(candidates, Entries) else None
                 if axis.fill == "column":
                     labels = readers.get(axis.module.path, torch.full((axis.length,), -1, device="cpu"))
                     own = torch.full((axis.outer * count * axis.inner,), number, device="cpu")
@@ -404,11 +436,9 @@ class Replica:
                     _resize(module, axis, width, count, new)
                     self._changed.add((axis.module.path, axis.name))
                 elif isinstance(candidates, Entries):
-                    rows, name = makers.setdefault(axis.module.path, [None, None]), axis.name == "bias"
-                    assert isinstance(rows, list)
-                    parts = [part for part in (rows[name], new) if part is not None]
-                    made = torch.cat(parts, axis.dim) if len(parts) > 1 else next(iter(parts), None)
-                    rows[name] = None if made is None else like_layout(made, getattr(module, axis.name))
+                    rows = makers.setdefault(axis.module.path, _Rows(module))
+                    assert isinstance(rows, _Rows)
+                    rows.add(candidates, index, axis)
                 else:
                     makers[axis.module.path] = candidates
             for size in width.sizes:
@@ -443,7 +473,7 @@ class Replica:
             setattr(holder, size.name, old + (count - width.units) * size.per_unit)
 
     def _forward(
-        self, path: str, module: nn.Module, role: Role, rows: list[Tensor | None] | float | None, labels: Tensor | None
+        self, path: str, module: nn.Module, role: Role, rows: _Rows | float | None, labels: Tensor | None
     ) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             x = first_tensor(args or tuple(kwargs.values()))
@@ -467,14 +497,12 @@ class Replica:
                     output = map_of(module).apply_rows(given, whole_tensor(layer.weight), bias)
                 self._given_back = [output]
                 return output
-            if not isinstance(rows, list):
+            if not isinstance(rows, _Rows):
                 inputs = map_of(module).unfold(given)
                 zero = torch.full_like(inputs, rows).requires_grad_()
                 self._zeros[path] = zero, inputs
                 return zero.clone()  # somebody may work in place on it
-            weight, bias = rows
-            assert weight is not None
-            return map_of(module).apply_rows(given, weight, bias)
+            return map_of(module).apply_rows(given, *rows.made())
 
         return forward
 

@@ -346,21 +346,22 @@ def _fits(stretch: Stretch | Exchange, tensor: Tensor, length: int, *, made: boo
 def _fitting(width: Width, entries: Entries) -> Entries | None:
     """Entries that were measured, with the shape that the layers have now."""
     found: list[list[Tensor | None]] = []
-    for given, units in ((entries.values, width.more), (entries.shifts, width.units)):
+    more = width.more if entries.sizes is None else 1
+    for given, units in ((entries.values, more), (entries.shifts, width.units)):
         found.append([])
         for axis, new in zip(width.axes, given, strict=True) if given else ():
             found[-1].append(None if new is None else follow_entries(new, axis, axis.shape_of(units)))
             if new is not None and found[-1][-1] is None:
                 return None
-    return Entries(tuple(found[0]), tuple(found[1]))
+    return Entries(tuple(found[0]), tuple(found[1]), entries.sizes)
 
 
 def grown_value(value: Tensor, resize: Resize, width: Width, entries: Entries) -> Tensor:
     """One tensor after the change; where two axes grow, what is new in both is a column. Gradients flow through it."""
     shifts = entries.shifts or tuple(None for _ in width.axes)
     fills: dict[Stretch | Exchange, tuple[Axis, Tensor | None, Tensor | None]] = {
-        width.stretch(axis): (axis, new, shift)
-        for axis, new, shift in zip(width.axes, entries.values, shifts, strict=True)
+        width.stretch(axis): (axis, entries.along(index, axis), shift)
+        for index, (axis, shift) in enumerate(zip(width.axes, shifts, strict=True))
         if getattr(axis.module.find_module(), axis.name, None) is resize.tensor
     }
     value = value * _factor(resize, width) if width.factors else value

@@ -30,16 +30,32 @@ class Entries:
 
     values: tuple[Tensor | None, ...]
     shifts: tuple[Tensor | None, ...] = ()  # likewise what is added to the entries that are there; empty: nothing
+    sizes: Tensor | None = None  # then the values are those of one unit, and each new one is so many times that
 
     def count(self, width: Width) -> int:
         """Of how many units they are."""
+        return self._held(width) if self.sizes is None else len(self.sizes)
+
+    def _held(self, width: Width) -> int:
         axis, value = next((a, v) for a, v in zip(width.axes, self.values, strict=True) if v is not None)
         return value.shape[axis.dim] // (axis.outer * axis.inner)
 
     def taken(self, width: Width, chosen: Sequence[int]) -> Entries:
         """Those of the chosen units alone."""
+        if self.sizes is not None:
+            return replace(self, sizes=self.sizes[list(chosen)])
         pairs = zip(width.axes, self.values, strict=True)
         return Entries(tuple(None if v is None else units_of(v, axis, chosen) for axis, v in pairs))
+
+    def along(self, index: int, axis: Axis) -> Tensor | None:
+        """The new entries along the axis of this number. Those of many times one unit are made here and held nowhere."""
+        value = self.values[index]
+        if value is None or self.sizes is None:
+            return value
+        one = value.unflatten(axis.dim, (axis.outer, 1, axis.inner))
+        shape = [-1 if dim == axis.dim + 1 else 1 for dim in range(one.dim())]
+        made: Tensor = (one * self.sizes.to(one).view(shape)).flatten(axis.dim, axis.dim + 2)
+        return made
 
 
 def units_of(entries: Tensor, axis: Axis, chosen: Sequence[int]) -> Tensor:
