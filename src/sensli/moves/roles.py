@@ -304,3 +304,9 @@ def units_made(module: nn.Module) -> int:
         return 0
     name, dim = role.makes[0]
     return int(getattr(module, name).shape[dim])
+
+
+def entries_read(module: nn.Module) -> int:
+    """How many entries a layer reads along its axis of units; 0 if that is not known."""
+    role = role_of(module)
+    return int(getattr(module, role.in_size[0], 0)) if role is not None and role.in_size else 0

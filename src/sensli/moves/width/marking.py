@@ -16,7 +16,7 @@ from sensli.modules.grown import holder_of
 from sensli.modules.running import brief_error, first_tensor, map_tensors, note, run, tensors, untouched
 from sensli.modules.wrappers import run_eagerly
 from sensli.moves.point import Ref
-from sensli.moves.roles import Role, role_of, units_made, why_unknown
+from sensli.moves.roles import Role, entries_read, role_of, units_made, why_unknown
 from sensli.moves.search import Search
 from sensli.moves.width.width import Size
 
@@ -54,11 +54,16 @@ class SeenMarks:
     passes: dict[str, dict[int, frozenset[int]]] = field(default_factory=dict)
     mixed_by: str = ""  # a module that spread a mark over all units
     leaves: bool = False  # a mark reached what the model returns
+    expected: frozenset[str] = frozenset()  # where marks of a layer like it went, in a block like its own
 
     @property
     def touched(self) -> set[str]:
-        """The layers that its marks have reached."""
-        return {*self.reads, *self.passes}
+        """The layers that its marks have reached or, before the first one, should."""
+        return {*self.reads, *self.passes} or set(self.expected)
+
+    def knows(self, unit: int) -> bool:
+        """Whether this unit was marked, and seen somewhere."""
+        return any(unit in marks for seen in (self.reads, self.passes) for marks in seen.values())
 
     def span(self, reader: str) -> tuple[int, int]:
         """Where the columns of a reader that were marked begin and end."""
@@ -78,9 +83,48 @@ class Marking:
     def mark(self) -> None:
         """Enough units to tell how they are laid out, in one group or, as fused gates are, in two."""
         units = {path: _at_ends(each.units, 2) for path, each in self.seen.items()}
+        alike = _in_equal_blocks(self._model, self.seen)
+        between = {path for paths in alike for path in paths[1:-1]}
+        self._mark_first({path: some for path, some in units.items() if path not in between})
+        # Between the first and the last of equal blocks all is as in these, or it is marked as they were.
+        unlike = {path for paths in alike if not self._expect(paths) for path in paths[1:-1]}
+        self._mark_first({path: units[path] for path in units if path in unlike})
+        # What leaves the model gets no more units, wherever the other ones are read. Nor does what is spread.
+        rest = {path: some for path, some in units.items() if not self.seen[path].leaves and not self._is_spread(path)}
+        self._share({path: [unit for unit in some if not self.seen[path].knows(unit)] for path, some in rest.items()})
+
+    def _mark_first(self, units: dict[str, list[int]]) -> None:
+        """Mark the first unit of each layer, and the last one where a module spreads it, as a norm does with what comes by the skips."""
         self._run([[(path, some[0])] for path, some in units.items() if some])
-        # What leaves the model gets no more units, wherever the other ones are read.
-        self._share({path: some[1:] for path, some in units.items() if not self.seen[path].leaves})
+        self._run([[(path, some[-1])] for path, some in units.items() if len(some) > 1 and self._is_spread(path)])
+
+    def _expect(self, paths: Sequence[str]) -> bool:
+        """Expect of the same layer in equal blocks what the first and the last of them have shown; False if that is not the same."""
+        first, last = self.seen[paths[0]], self.seen[paths[-1]]
+        ends = [(each.leaves, self._is_spread(each.path)) for each in (first, last)]
+        if ends[0] != ends[1]:
+            return False
+        told = any(ends[0])
+        if not told and (
+            first.mixed_by or last.mixed_by or _moved(first.touched, first.path, last.path) != last.touched
+        ):
+            return False
+        for each in (self.seen[path] for path in paths[1:-1]):
+            if not told:
+                each.expected = frozenset(_moved(first.touched, first.path, each.path) or ())
+            else:  # it stays as it is, for the same reason
+                each.leaves, each.reads = first.leaves, {path: dict(marks) for path, marks in first.reads.items()}
+                each.mixed_by = next(iter(_moved([first.mixed_by], first.path, each.path) or [first.mixed_by]))
+        return True
+
+    def _is_spread(self, path: str) -> bool:
+        """Whether a module has spread every mark of a layer so far over all that one of its readers reads."""
+        each = self.seen[path]
+        whole = (
+            all(len(places) == entries_read(self._model.get_submodule(reader)) for places in marks.values())
+            for reader, marks in each.reads.items()
+        )
+        return bool(each.mixed_by) and any(whole)
 
     def mark_fused(self, seen: Sequence[SeenMarks]) -> None:
         """Mark also the units where queries, keys and values may meet that lie in a layer one after the other.
@@ -98,7 +142,7 @@ class Marking:
         lanes: list[tuple[set[str], list[str]]] = []  # what is touched, and by marks of which layers
         for path in units:
             touched = {path, *self.seen[path].touched}
-            known = bool(self.seen[path].reads) and not self.seen[path].mixed_by
+            known = bool(self.seen[path].touched) and not self.seen[path].mixed_by
             lane = next((lane for lane in lanes if known and lane[0].isdisjoint(touched)), None)
             if lane is None:
                 lanes.append((touched if known else set(self.seen), [path]))
@@ -121,6 +165,34 @@ class Marking:
             again += _Run(self._model, samples[start : start + self._most], self.seen).look(self._example)
         if again:
             self._run(again)
+
+
+def _in_equal_blocks(model: nn.Module, paths: Iterable[str]) -> list[list[str]]:
+    """The same layers of the blocks of one list, where there are more than the first and the last and one between."""
+    found: dict[object, list[str]] = {}
+    for path in paths:
+        parts = path.split(".")
+        number = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
+        if number is not None and number + 1 < len(parts):
+            module = model.get_submodule(path)
+            shapes = tuple(tuple(parameter.shape) for parameter in module.parameters(recurse=False))
+            key = ".".join(parts[:number]), ".".join(parts[number + 1 :]), type(module), shapes
+            found.setdefault(key, []).append(path)
+    return [alike for alike in found.values() if len(alike) > 3]
+
+
+def _moved(paths: Iterable[str], here: str, there: str) -> set[str] | None:
+    """Paths near the block of one layer as those near the block of another; None if one of them lies outside of the list."""
+    place = next(
+        i for i, (one, other) in enumerate(zip(here.split("."), there.split("."), strict=True)) if one != other
+    )
+    before, step = here.split(".")[:place], int(there.split(".")[place]) - int(here.split(".")[place])
+    found = set()
+    for parts in (path.split(".") for path in paths):
+        if parts[:place] != before or not "".join(parts[place : place + 1]).isdigit():
+            return None
+        found.add(".".join([*before, str(int(parts[place]) + step), *parts[place + 1 :]]))
+    return found
 
 
 def _at_ends(rows: int, parts: int) -> list[int]:
