@@ -23,7 +23,7 @@ from sensli.merits.norms import (
     sketcher_for,
     squared_norm,
 )
-from sensli.modules.engines.distributed import ShardedPass, Together
+from sensli.modules.engines.distributed import ShardedPass, Together, ended_by_others
 from sensli.modules.engines.fsdp import divisors, whole_leaves
 from sensli.modules.running import (
     describe,
@@ -745,6 +745,9 @@ def backward(
             else:
                 torch.autograd.grad(weighted, wanted, allow_unused=True)
     except RuntimeError as error:
+        gone = None if catch.ranks is None else ended_by_others("run the model", error)
+        if gone is not None:
+            raise gone from error
         if "use_reentrant" not in str(error):
             raise
         raise MeasurementError(

@@ -348,16 +348,29 @@ def test_a_sharded_model_with_a_configuration_is_never_gathered(tmp_path: Path) 
     ranks.run(by_configuration, 2, tmp_path, ["transformers.models.llama.modeling_llama"])
 
 
-def die() -> None:
+def killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_the_backward_pass(module: Any, args: Any, output: torch.Tensor) -> None:
+    output.register_hook(killed)
+
+
+def die(hook: Any = killed) -> None:
     model, batches = shard(make()), data(dist.get_rank(), 2)
     sites = find_sites(model, batches[0][0][:3])
     if dist.get_rank() == 1:
-        model.blocks[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        model.blocks[1].register_forward_hook(hook)
     measure(model, sites, batches, cross_entropy)
 
 
+def die_later() -> None:
+    die(killed_in_the_backward_pass)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="torchrun would stop the others before they notice")
-def test_a_rank_that_dies_in_a_look_stops_the_others_with_a_message(tmp_path: Path) -> None:
-    (code, said), dead = ranks.unwatched(die, 2, tmp_path)
+@pytest.mark.parametrize("death", [die, die_later])
+def test_a_rank_that_dies_in_a_look_stops_the_others_with_a_message(tmp_path: Path, death: Any) -> None:
+    (code, said), dead = ranks.unwatched(death, 2, tmp_path)
     assert (code, dead) == (1, (-signal.SIGKILL, ""))
     assert "DistributedError: could not run the model, because another process of the job has ended" in said

@@ -172,6 +172,12 @@ def gather(group: Any, value: Any, what: str) -> list[Any]:
     return answers
 
 
+def ended_by_others(what: str, error: Exception) -> DistributedError | None:
+    """What to raise instead of an error that a process gets when another one is gone; None for all other errors."""
+    told = isinstance(error, dist.DistError) or "gloo/transport" in str(error)  # gloo raises a bare RuntimeError
+    return _gone(what, error) if told else None
+
+
 def _gone(what: str, error: Exception) -> DistributedError:
     return _known(
         f"could not {what}, because another process of the job has ended or does not answer ({error}). "
