@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sensli import count_flops, find_sites, insert, measure
 from sensli.checkpoint.states import loading
-from sensli.modules.running import forgiven, is_out_of_memory, let_memory_through, note, noting
+from sensli.modules.running import decompose, forgiven, is_out_of_memory, let_memory_through, note, noting
 
 
 def test_memory_that_ran_out_is_known_from_other_failures() -> None:
@@ -81,3 +81,27 @@ def test_it_goes_through(call: Callable[..., Any]) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="memory ran out"):
         call(model, site, x)
     assert [name for name, _ in model.named_modules()] == before
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.complex64])
+def test_a_decomposition_that_does_not_converge_is_made_in_double_precision(kind: torch.dtype) -> None:
+    asked = []
+
+    def single_fails(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def called(matrix: Tensor) -> Any:
+            asked.append(matrix.dtype)
+            if matrix.dtype == kind:
+                raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+            return function(matrix)
+
+        return called
+
+    root = torch.randn(5, 5, dtype=kind, generator=torch.Generator().manual_seed(0))
+    matrix = root @ root.mH
+    values, vectors = decompose(single_fails(torch.linalg.eigh), matrix)
+    assert asked == [kind, torch.promote_types(kind, torch.float64)]
+    assert values.dtype == torch.float32 and vectors.dtype == kind
+    torch.testing.assert_close((vectors * values) @ vectors.mH, matrix)
+    torch.testing.assert_close(decompose(single_fails(torch.linalg.eigvalsh), matrix), values)
+    with pytest.raises(torch.linalg.LinAlgError, match="failed"):
+        decompose(lambda _: (_ for _ in ()).throw(torch.linalg.LinAlgError("failed")), matrix)

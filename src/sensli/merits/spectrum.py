@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sensli.modules.running import decompose
 from sensli.moves.roles import Geometry
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
@@ -173,7 +174,7 @@ def _exact(matrices: Tensor, floor: float) -> float:
     """By all eigenvalues of A^H A."""
     whole = matrices[:, 0] if matrices.shape[1] == 1 else torch.complex(matrices[:, 0], matrices[:, 1])
     gram = whole @ whole.mH if whole.shape[1] < whole.shape[2] else whole.mH @ whole
-    largest: float = torch.linalg.eigvalsh(gram)[:, -1].max().item()
+    largest: float = decompose(torch.linalg.eigvalsh, gram)[:, -1].max().item()
     return max(floor, largest)
 
 
@@ -204,7 +205,7 @@ def _lanczos(matrices: Tensor, floor: float) -> float:
         # An invariant subspace leaves a zero vector or noise here, which adds no eigenvalue above the largest.
         if steps in _STEPS:
             off = torch.diag_embed(beside[:, :, 1:-1], offset=1)
-            ritz, weights = torch.linalg.eigh(torch.diag_embed(diagonal) + off + off.mT)
+            ritz, weights = decompose(torch.linalg.eigh, torch.diag_embed(diagonal) + off + off.mT)
             theta, gap = ritz[..., -1], ritz[..., -1] - ritz[..., -2]
             residual = beside[:, :, -1] * weights[..., -1, -1].abs()
             floor = max(floor, theta.max().item())

@@ -107,6 +107,21 @@ def upcast(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.float() if tensor.dtype in HALF else tensor)
 
 
+def decompose(function: Callable[[Tensor], Any], matrix: Tensor) -> Any:
+    """What a function of torch.linalg finds: in double precision where it does not converge in single.
+
+    LAPACK fails so on ordinary matrices of low rank, once in many thousand calls.
+    """
+    try:
+        return function(matrix)
+    except torch.linalg.LinAlgError:
+        found = function(matrix.to("cpu", torch.promote_types(matrix.dtype, torch.float64)))
+    parts = [found] if isinstance(found, Tensor) else list(found)
+    kinds = (matrix.dtype if part.is_complex() else matrix.dtype.to_real() for part in parts)
+    parts = [part.to(matrix.device, kind) for part, kind in zip(parts, kinds, strict=True)]
+    return parts[0] if isinstance(found, Tensor) else tuple(parts)
+
+
 def device_of(model: nn.Module) -> torch.device | None:
     """The device of the model's first parameter or buffer."""
     first = next(chain(model.parameters(), model.buffers()), None)

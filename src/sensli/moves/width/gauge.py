@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sensli.modules.grown import holder_of
-from sensli.modules.running import upcast
+from sensli.modules.running import decompose, upcast
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.factors import Factored, Outer, sums_of
 from sensli.moves.point import Point, Ref
@@ -352,8 +352,9 @@ def _leading(given: Tensor, back: Tensor, count: int) -> Tensor:
     """The leading right singular vectors of the gradient of a bypass, [outputs, count]."""
     if back.shape[1] <= _EXACT:
         bypass = given.T @ back
-        vectors: Tensor = torch.linalg.eigh(bypass.T @ bypass).eigenvectors  # the smallest first
-        return vectors.flip(1)[:, :count]
+        _, vectors = decompose(torch.linalg.eigh, bypass.T @ bypass)  # the smallest first
+        found: Tensor = vectors.flip(1)[:, :count]
+        return found
     drawn = torch.randn(back.shape[1], count, generator=torch.Generator().manual_seed(count), device="cpu").to(back)
     for _ in range(_DIRECTION_ROUNDS):
         drawn = torch.linalg.qr(back.T @ (given @ (given.T @ (back @ drawn)))).Q
