@@ -110,15 +110,18 @@ def upcast(value: Any) -> Any:
 def decompose(function: Callable[[Tensor], Any], matrix: Tensor) -> Any:
     """What a function of torch.linalg finds: in double precision where it does not converge in single.
 
-    LAPACK fails so on ordinary matrices of low rank, once in many thousand calls.
+    LAPACK fails so on ordinary matrices of low rank, rarely: with an error, or with results that are not numbers.
     """
     try:
-        return function(matrix)
+        found = function(matrix)
+        if all(bool(part.isfinite().all()) for part in tensors(found)) or not bool(matrix.isfinite().all()):
+            return found
     except torch.linalg.LinAlgError:
-        found = function(matrix.to("cpu", torch.promote_types(matrix.dtype, torch.float64)))
-    parts = [found] if isinstance(found, Tensor) else list(found)
-    kinds = (matrix.dtype if part.is_complex() else matrix.dtype.to_real() for part in parts)
-    parts = [part.to(matrix.device, kind) for part, kind in zip(parts, kinds, strict=True)]
+        pass
+    found = function(matrix.to("cpu", torch.promote_types(matrix.dtype, torch.float64)))
+    parts = [
+        part.to(matrix.device, matrix.dtype if part.is_complex() else matrix.dtype.to_real()) for part in tensors(found)
+    ]
     return parts[0] if isinstance(found, Tensor) else tuple(parts)
 
 
