@@ -141,6 +141,7 @@ CIFAR = replace(
     load=image_loader("cifar10", 48_000, 2_000, 10_000),
     optimizer=partial(torch.optim.Adam, lr=3e-3),
     recipe="Adam 0.003",
+    rates={"small": 2.0, "deep": 0.5},
     steps=1200,
     warmup=0.01,
     decay=0.2,
