@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import runpy
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def test_the_figures_of_long_budgets_are_those_of_the_stored_runs() -> None:
 def test_the_table_of_other_methods_is_that_of_the_stored_runs() -> None:
     stored = json.loads((ROOT / "docs/compare/long/rivals.json").read_text())
     page = (ROOT / "docs/results/long-budgets.md").read_text()
-    head = "| | seed 0 | seed 1 | parameters | checks |"
+    head = "| | seed 0 | seed 1 | seed 2 | parameters | checks |"
     rows = [
         [cell.strip() for cell in row.strip("|").split("|")]
         for row in page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
@@ -113,12 +114,16 @@ def test_the_table_of_other_methods_is_that_of_the_stored_runs() -> None:
     assert stored["autogrow-gauss"]["test"]["0"] == stored["autogrow-adam"]["test"]["0"]
     assert [row[1:] for row in rows] == [
         [
-            *(f"{run['test'][seed]:.3f}" if seed in run["test"] else "" for seed in "01"),
+            *(f"{run['test'][seed]:.3f}" if seed in run["test"] else "" for seed in "012"),
             f"{run['parameters']:,}",
             f"{run['decisions']:.1%}" if run["grown"] else "",
         ]
         for run in own
     ]
+    means = {name: statistics.mean(run["test"].values()) for name, run in stored.items() if len(run["test"]) == 3}
+    assert len(means) == 8 and sorted(means, key=lambda name: means[name])[:2] == ["g-stack", "default"]
+    assert f"by {means['default'] - means['g-stack']:.3f} on average" in page
+    assert f"in all three, by {means['middle'] - means['default']:.3f}." in page
     order = [run["test"]["0"] for run in stored.values()]
     assert order == sorted(order) and list(stored)[:2] == ["g-stack", "default"]
 
