@@ -13,12 +13,7 @@ _FAR = 4.4  # times the median deviation, three of the standard one: beyond it a
 
 
 class LearningCurve:
-    """Values over time, kept in a bounded number of means of neighbors.
-
-    Args:
-        points: What `points` was.
-        width: What `width` was.
-    """
+    """Values over time, kept in a bounded number of means of neighbors; from what `points` and `width` were, if there were any."""
 
     MOST = 64
 

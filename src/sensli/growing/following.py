@@ -91,26 +91,6 @@ class Followers:
                 grown.append(growth)
         return grown
 
-    def recycle(
-        self,
-        model: nn.Module,
-        site: Site,
-        history: History,
-        *,
-        when: Mapping[str, int],
-        check: Any,
-        warmup: int | None = None,
-    ) -> Growth:
-        """Give dead units a new start, and let everything follow."""
-        check_alike(model, self.averaged)
-        with AllOrNothing() as change:
-            self.keep(change, model, history)
-            growth = renew(model, site, optimizer=self.optimizer, check=check, warmup=warmup)
-            growth = replace(growth, details=dict(when))
-            history.append(growth)
-            follow(self.averaged, growth, model)
-        return growth
-
     def keep(self, change: AllOrNothing, model: nn.Module, history: History) -> Kept:
         """Let a change keep the model, all that follows it, and the history."""
         return change.keep(model, *self.optimizers, *as_schedulers(self.scheduler), *kept_of(self.averaged), history)
@@ -132,19 +112,24 @@ class Recycling:
         history: History,
         *,
         when: Mapping[str, int],
-        inside: Collection[int] | None = None,
-        warmup: int | None = None,
+        inside: Collection[int] | None,
+        warmup: int | None,
     ) -> int:
         """Recycle the units that are zero on all batches; how many they were. ``inside``: only in the layers of these growths."""
-        network = bare(model)
-        widths = trainable_sites(network, self._search.sites(model, example), self._followers.optimizer, None)
+        network, followers = bare(model), self._followers
+        widths = trainable_sites(network, self._search.sites(model, example), followers.optimizer, None)
         kept = list(widths) if inside is None else _made_by(network, widths, inside)
         together.agree_on(number_facts("width", kept), last=False)
         if not kept:
             return 0
         found = find_dead(model, kept, example, batches, together)
         for site in found.sites:
-            self._followers.recycle(model, site, history, when=when, check=found.check, warmup=warmup)
+            check_alike(model, followers.averaged)
+            with AllOrNothing() as change:
+                followers.keep(change, model, history)
+                growth = renew(model, site, optimizer=followers.optimizer, check=found.check, warmup=warmup)
+                history.append(replace(growth, details=dict(when)))
+                follow(followers.averaged, history[-1], model)
         return sum(len(site.move.which) for site in found.sites if isinstance(site.move, Recycle))
 
 
@@ -171,17 +156,12 @@ def first_input(model: nn.Module, batches: Iterable[Any]) -> tuple[Any, Iterable
 def _made_by(network: nn.Module, widths: Iterable[Site], numbers: Collection[int]) -> list[Site]:
     """The widths whose units a layer of these growths makes."""
     layers = [path for number, path, _ in grown_modules(network) if number in numbers]
-    return [
-        site
-        for site in widths
-        if isinstance(site.move, Width)
-        and any(
-            f"{axis.module.path}.".startswith(f"{layer}.")
-            for axis in site.move.axes
-            if axis.fill == "row"
-            for layer in layers
-        )
-    ]
+
+    def is_made(site: Site) -> bool:
+        rows = [axis for axis in site.move.axes if axis.fill == "row"] if isinstance(site.move, Width) else []
+        return any(f"{axis.module.path}.".startswith(f"{layer}.") for axis in rows for layer in layers)
+
+    return list(filter(is_made, widths))
 
 
 def loss_of_some(model: nn.Module, batches: Iterable[Any], loss_fn: LossFunction | None, most: int) -> float:

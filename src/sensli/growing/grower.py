@@ -73,23 +73,16 @@ class Looked:
         """What the page and the log show. FLOPs are counted after a growth only."""
         flops = sizes.flops_for_log() if self.grown else None
         grown = [growths for _, growths in self.grown]
+        if flops is not None:
+            flops -= sum(growth.site.flops for growths in grown for growth in growths)
         return Decision.of(
-            self.merits,
-            self.taken,
-            call=call,
-            tau=options.tau,
-            select=options.selection,
+            self.merits, self.taken, call=call, tau=options.tau, select=options.selection,
             reason=self.reason + (f"; dead units recycled: {self.recycled}" if self.recycled else ""),
             growths=tuple(growth.number for growths in grown for growth in growths),
-            parameters=self.room.parameters,
-            flops=None if flops is None else flops - sum(growth.site.flops for growths in grown for growth in growths),
             added=tuple(sum(growth.site.parameters for growth in growths) for growths in grown),
-            per=options.per,
-            step_name=options.step_name,
-            tried=self.tried,
-            kept=self.kept,
-            rule=self.rule,
-        )
+            parameters=self.room.parameters, flops=flops, per=options.per, step_name=options.step_name,
+            tried=self.tried, kept=self.kept, rule=self.rule,
+        )  # fmt: skip
 
 
 def keep(
@@ -124,9 +117,8 @@ def hint_of(looks: Sequence[Decision], options: Options) -> str:
         ratios = [merit.ratio for look in looks[-MANY:] for merit in look.merits if merit.ratio is not None]
         advice = f"The largest ratio was {max(ratios):.2g}: give a smaller tau, or leave it to preset='auto'"
     elif "payoff" in last.reason:
-        advice = (
-            "The network may be large enough. To grow nevertheless, give trigger=triggers.Pays(1) or triggers.Every(10)"
-        )
+        instead = "give trigger=triggers.Pays(1) or triggers.Every(10)"
+        advice = f"The network may be large enough. To grow nevertheless, {instead}"
     elif "max_factor" in last.reason:
         advice = "Give a larger max_factor"
     elif "limits" in last.reason:
@@ -153,38 +145,21 @@ Batches = Iterable[Any] | Watching  # what merits are taken from
 
 @dataclass(frozen=True)
 class Call:
-    """What one call works with. It changes the model, what follows it and the history; the caller takes all back if it raises.
+    """What one call works with. It changes the model, what follows it and the history; the caller takes all back if it raises."""
 
-    Args:
-        number: Which call of the grower it is, from 1.
-        metric: What was given, the same on all ranks.
-        watched: What the triggers watch: the metric, or what stands for it.
-        model: The network, or its wrapper.
-        example: What the model is called with.
-        sizes: How large the model is; counted again after a growth.
-        options: Those of the grower.
-        strategy: What is asked at a look.
-        followers: What follows a growth.
-        recycling: What gives dead units a new start.
-        history: The growths so far, and the record.
-        together: All ranks.
-        change: What takes everything back if the call raises.
-        price: What checks have cost.
-    """
-
-    number: int
-    metric: float | None
-    watched: float | None
-    model: nn.Module
+    number: int  # from 1
+    metric: float | None  # what was given, the same on all ranks
+    watched: float | None  # what the triggers watch: the metric, or what stands for it
+    model: nn.Module  # or its wrapper
     example: Any
-    sizes: Sizes
+    sizes: Sizes  # counted again after a growth
     options: Options
     strategy: Strategy
     followers: Followers
     recycling: Recycling
     history: History
     together: Together
-    change: AllOrNothing
+    change: AllOrNothing  # takes everything back if the call raises
     price: CheckPrice
 
     def run(self, batches: Batches, loss_fn: LossFunction | None) -> Looked | None:
@@ -239,9 +214,8 @@ class Call:
         if looked.merits is not None:
             chosen = self._decide(looked.merits)
             self._grow_by_trial(looked, chosen, batches, loss_fn)
-            recycled += self._recycle(
-                batches, inside=[growth.number for _, growths in looked.grown for growth in growths]
-            )
+            numbers = [growth.number for _, growths in looked.grown for growth in growths]
+            recycled += self._recycle(batches, inside=numbers)
             refused = self.options.trigger.refusal(self._context_of(chosen[0])) if chosen and not looked.grown else ""
             why = looked.tried or refused or self.strategy.reason(looked.merits, looked.taken)
             looked.reason = f"{why}{looked.room.left_out}"
@@ -251,7 +225,11 @@ class Call:
 
     def _look(self, batches: Batches, loss_fn: LossFunction | None) -> Looked:
         """What the sites that fit are worth; if there is nothing to choose from, the reason."""
-        sites = batches.sites if isinstance(batches, Watching) else self._proposed()
+        if isinstance(batches, Watching):
+            sites = batches.sites
+        else:
+            optimizer = self.followers.optimizer
+            sites = propose_sites(self.strategy, self.model, self.example, optimizer, self.options)
         room = Room.of(sites, self.options, self._context)
         self.together.agree_on(number_facts("site", room.fitting), last=False)
         if not room.fitting:
@@ -266,9 +244,6 @@ class Call:
             warnings.warn(text, stacklevel=5)  # at the call of `step`
             return Looked(room, reason="all merits are zero")
         return Looked(room, merits, kept=self.strategy.keeps_function())
-
-    def _proposed(self) -> Sites:
-        return propose_sites(self.strategy, self.model, self.example, self.followers.optimizer, self.options)
 
     def _decide(self, merits: Merits) -> list[Merit]:
         """The merits whose sites the strategy would take, in that order; the same on all ranks."""
@@ -369,13 +344,12 @@ def remember_state(history: History, strategy: Strategy, trigger: Trigger, price
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
-    paid = None if price.share is None else price.state_dict()
+    paid = price.state_dict()
 
     def put_back() -> None:
         history.record.become(record)
         strategy.load_state_dict(chosen)
-        if paid is not None:
-            price.load_state_dict(paid)
+        price.load_state_dict(paid)
         if trigger.state_dict() != fired:
             trigger.load_state_dict(fired)
 
@@ -399,21 +373,17 @@ def read_state(state: Mapping[str, Any], network: nn.Module, wanted: Collection[
 def load_states(state: Mapping[str, Any], strategy: Strategy, trigger: Trigger, price: CheckPrice) -> None:
     """Give strategy, trigger and price their states, or raise and leave them as they were."""
     before, paid = strategy.state_dict(), price.state_dict()
-    with _reading():
+    with AllOrNothing() as change, _reading():
+        change.on_failure(partial(price.load_state_dict, paid))
         price.load_state_dict(state.get("price", {}))
+        strategy.load_state_dict(state)
+        change.on_failure(partial(strategy.load_state_dict, before))
         try:
-            strategy.load_state_dict(state)
-        except BaseException:
-            price.load_state_dict(paid)
-            raise
-    try:
-        trigger.load_state_dict(state["trigger"])
-    except Exception as error:
-        strategy.load_state_dict(before)
-        price.load_state_dict(paid)
-        raise HistoryError(
-            f"the state belongs to a trigger other than {trigger!r}. Make the Grower with the trigger it was saved with."
-        ) from error
+            trigger.load_state_dict(state["trigger"])
+        except Exception as error:
+            raise HistoryError(
+                f"the state belongs to a trigger other than {trigger!r}. Make the Grower with the trigger it was saved with."
+            ) from error
 
 
 @contextmanager
@@ -717,7 +687,7 @@ class Grower:
         """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
         own = None if metric is None else checks.number("metric", metric)
         counts = {"the number of calls": self.calls, "the number of growths": len(self.history)}
-        given = {"metric=": "given" if own is not None else "not given", "grower.watch()": self._watching.asked}
+        given = {"metric=": "not given" if own is None else "given", "grower.watch()": self._watching.asked}
         told = together.agree_on({**given, **counts, **self.options.common}, own, last=False)
         return None if own is None else sum(told) / len(told)
 

@@ -18,7 +18,7 @@ from sensli.errors import OptimizerError, SensliError
 from sensli.growing.options import OF_STACKS, OF_STRATEGIES, Options
 from sensli.growing.strategy import OptionalLoss, Strategy, read_generator, save_generator
 from sensli.growing.triggers import TriggerContext
-from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of_decision
+from sensli.growing.uniform import Uniform, add_up, make_uniform, parts_of_decision, parts_of_sites
 from sensli.merits.catching import LossFunction
 from sensli.merits.importance import measure_importance
 from sensli.merits.measuring import measure
@@ -32,7 +32,7 @@ from sensli.moves.finding import find_sites
 from sensli.moves.sites import Site, Sites, Skipped, Where, filter_sites
 from sensli.moves.stacking import after_blocks
 from sensli.surgery.growth import check_joining
-from sensli.surgery.optimizers import Optimizers
+from sensli.surgery.optimizers import Group, Optimizers
 from sensli.surgery.rates import count_layers
 from sensli.surgery.record import factor_text, reason_of, rule_of
 from sensli.text.commands import GROW, UNIFORM
@@ -109,12 +109,10 @@ def propose_sites(strategy: Strategy, model: nn.Module, example: Any, optimizer:
     return sites
 
 
-def trainable_sites(
-    network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | dict[str, Any] | None
-) -> Sites:
+def trainable_sites(network: nn.Module, sites: Sites, optimizer: Optimizers, group: int | Group | None) -> Sites:
     """The sites that the optimizer could follow to; the others are skipped with the reason."""
     kept, skipped = [], list(sites.skipped)
-    for site in (part.site for each in sites for part in parts_of_decision(Merit(each, 0.0))):
+    for site in parts_of_sites(sites):
         try:
             check_joining(network, site, optimizer, group)
         except OptimizerError as error:
@@ -362,10 +360,9 @@ class Sensli(Strategy):
     def score(self, model: nn.Module, sites: Sequence[Site], batches: Iterable[Any], loss_fn: OptionalLoss) -> Merits:
         options = self.options
         blind = Blind(loss_fn) if loss_fn is not None and options.floor else None
-        parts = [part.site for site in sites for part in parts_of_decision(Merit(site, 0.0))]
         merits = measure(
-            model, parts, batches, blind or loss_fn, norm=options.norm, ratio=True, confidence=options.confidence,
-            tolerance=options.tolerance,
+            model, parts_of_sites(sites), batches, blind or loss_fn, norm=options.norm, ratio=True,
+            confidence=options.confidence, tolerance=options.tolerance,
         )  # fmt: skip
         if options.floor:
             self.threshold.learn_scale(model, blind, merits)
@@ -379,9 +376,8 @@ class Sensli(Strategy):
         if self.options.select == LEAST:  # whether to grow, the largest merit decides
             ranked = sorted(range(len(merits)), key=lambda index: self._importance[index])
             return [merits[index].site for index in ranked[: len(worth)]]
-        found = choose_sites(
-            self.options.select, merits, worth, self.options.max_growths, self._generator, per=self.options.per
-        )
+        options = self.options
+        found = choose_sites(options.select, merits, worth, options.max_growths, self._generator, per=options.per)
         return [merit.site for merit in found]
 
     def reason(self, merits: Merits, taken: Sequence[Merit]) -> str:
@@ -406,12 +402,8 @@ class Sensli(Strategy):
         return {"generator": save_generator(self._generator), "largest_loss": self.threshold.largest_loss}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        loss, generator = _loss(state.get("largest_loss", 0.0)), read_generator(state["generator"])
-        self.threshold.largest_loss = loss
-        self._generator.set_state(generator)
-
-
-def _loss(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"largest_loss is {value!r}")
-    return float(value)
+        loss = state.get("largest_loss", 0.0)
+        if type(loss) not in (int, float) or not 0 <= loss < math.inf:
+            raise ValueError(f"largest_loss is {loss!r}")
+        self._generator.set_state(read_generator(state["generator"]))
+        self.threshold.largest_loss = float(loss)

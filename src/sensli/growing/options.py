@@ -98,6 +98,7 @@ def _write(writer: ScalarWriter, look: Decision) -> None:
 EXTRAS = ("scheduler", "averaged")  # what a step may ask for by name
 MODES = ("min", "max")
 _STEP = "a function of model, optimizer and batch (and, if it names them, scheduler and averaged) that trains one step and returns the loss"
+_METRIC = "a function of the model that returns a number"
 
 
 class Trial:
@@ -140,9 +141,7 @@ class Trial:
         self.candidates = checks.whole("candidates", candidates, 3)
         self.batches = None if batches is None else checks.batches("batches", batches)
         self.step = None if step is None else _taking("step", step, _STEP, 3, EXTRAS)
-        self.metric = (
-            None if metric is None else _taking("metric", metric, "a function of the model that returns a number", 1)
-        )
+        self.metric = None if metric is None else _taking("metric", metric, _METRIC, 1)
         self.mode = checks.one_of("mode", mode, MODES)
         self.last = checks.share("last", last, 0.5)
         self.stateful = _stateful(stateful)
@@ -169,8 +168,7 @@ class Trial:
 
 def _taking(name: str, value: Any, what: str, count: int, extras: Sequence[str] = ()) -> Any:
     """A function that can be called with so many arguments, and with those of the extras that it names."""
-    checks.function(name, value, what)
-    if isinstance(value, type):
+    if not callable(value) or isinstance(value, type):
         checks.refuse(name, what, value, WrongType)
     try:
         signature = inspect.signature(value)
@@ -194,9 +192,7 @@ def named_arguments(function: Callable[..., Any], names: Sequence[str]) -> list[
 
 def _stateful(given: Any) -> tuple[Any, ...]:
     what = "a sequence of objects with state_dict and load_state_dict (for example [scaler])"
-    if not isinstance(given, (list, tuple)):
-        checks.refuse("stateful", what, given, WrongType)
-    for each in given:
+    for each in given if isinstance(given, (list, tuple)) else (None,):
         if isinstance(each, type) or not all(hasattr(each, name) for name in ("state_dict", "load_state_dict")):
             checks.refuse("stateful", what, given, WrongType)
     return tuple(given)
@@ -325,12 +321,7 @@ _OF_LAYERS, _OF_UNITS = frozenset({"form", "kernel_size"}), frozenset({"units"})
 _OF_CHOICE = frozenset({"select", "per", "confidence", "tolerance"})  # which of several sites to take
 OF_STACKS = frozenset({"factor", "order", "spare", "noise"})  # how blocks are copied
 # What a strategy may take (`Strategy.takes`). All other options are for `Grower` itself, whatever the strategy is.
-OF_STRATEGIES = (
-    _OF_LAYERS
-    | _OF_UNITS
-    | OF_STACKS
-    | {"init", "tau", "norm", "select", "where", "per", "confidence", "tolerance", "floor"}
-)
+OF_STRATEGIES = _OF_LAYERS | _OF_UNITS | _OF_CHOICE | OF_STACKS | {"init", "tau", "norm", "where", "floor"}
 
 
 # What "auto" gives instead where the model has a stack of equal blocks. Copies in their places ended lower than copies on top, and both
@@ -561,11 +552,8 @@ class Options:
     @property
     def _named(self) -> str:
         """The strategy in an error text."""
-        return (
-            f"strategy={self.strategy!r}"
-            if isinstance(self.strategy, str)
-            else f"strategy={type(self.strategy).__name__}(...)"
-        )
+        named = repr(self.strategy) if isinstance(self.strategy, str) else f"{type(self.strategy).__name__}(...)"
+        return f"strategy={named}"
 
     def check_followers(self, model: nn.Module, optimizer: Optimizers, scheduler: Schedulers) -> None:
         """Refuse what these options need and this optimizer, with its scheduler, does not have."""
@@ -573,22 +561,18 @@ class Options:
         # any factor will do for one that is known at a growth only
         plan_rate_scaling(optimizer, scheduler, rates.lr_factor * 0.5**rates.depth_power)
         check_needed(
-            optimizer,
-            lr_factor=rates.lr_factor != 1,
-            group=rates.group is not None,
-            warmup=rates.warmup is not None,
-            depth_power=rates.depth_power != 0,
-            trial=self.trial is not None,
-        )
+            optimizer, lr_factor=rates.lr_factor != 1, group=rates.group is not None, warmup=rates.warmup is not None,
+            depth_power=rates.depth_power != 0, trial=self.trial is not None,
+        )  # fmt: skip
         check_step_hooks(optimizer, rates.warmup)
         if self.trial is not None and is_sharded(model):
             raise UnsupportedModel(
                 "trial= cannot be used with a model sharded by fully_shard: each process holds parts of its values, which cannot be put "
                 "back after a growth. Leave it out, or use DistributedDataParallel."
             )
-        if self.rates.new_lr_factor is not None:
-            check_own_rate(optimizer, self.rates.new_lr_factor)
-        check_optimizers(model, optimizer, self.rates.group)
+        if rates.new_lr_factor is not None:
+            check_own_rate(optimizer, rates.new_lr_factor)
+        check_optimizers(model, optimizer, rates.group)
 
     @property
     def selection(self) -> str:
@@ -610,10 +594,8 @@ def used_options(strategy: str | Strategy, what: str | None = None) -> frozenset
     if not isinstance(strategy, str):
         return frozenset()
     kind = strategy_class(strategy)
-    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS, UNIFORM: _OF_LAYERS | _OF_CHOICE}.get(
-        what or kind.grows[0], frozenset()
-    )
-    return kind.takes - unused
+    unused = {"layers": _OF_UNITS, "units": _OF_LAYERS, UNIFORM: _OF_LAYERS | _OF_CHOICE}
+    return kind.takes - unused.get(what or kind.grows[0], frozenset())
 
 
 def _factor(value: float | None) -> float | None:

@@ -29,7 +29,7 @@ from sensli.modules.engines.distributed import Together
 from sensli.modules.running import count_samples, device_of, run, to_device
 from sensli.modules.wrappers import bare, wrappers_around
 from sensli.surgery.history import History
-from sensli.surgery.optimizers import as_list
+from sensli.surgery.optimizers import as_list, memberships
 from sensli.surgery.record import NO_GROWTH, Tried, TriedArm
 
 
@@ -38,9 +38,8 @@ class TrialSteps:
 
     def __init__(self, trial: Trial, model: nn.Module, followers: Followers, loss_fn: LossFunction | None) -> None:
         self._trial, self._model, self._followers, self._loss_fn = trial, model, followers, loss_fn
-        self._extras = (
-            {} if trial.step is None else {n: getattr(followers, n) for n in named_arguments(trial.step, EXTRAS)}
-        )
+        names = [] if trial.step is None else named_arguments(trial.step, EXTRAS)
+        self._extras = {name: getattr(followers, name) for name in names}
         if trial.step is None and not model.training:
             model.train()  # a loop that has just evaluated would do so before its next step
 
@@ -114,9 +113,8 @@ class _Module:
     """Parameters with their gradients, buffers, and plain attributes (the mode, counters) of one module, without those in it."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = {
-            name: (_clone(p), _clone(p.grad), p.requires_grad) for name, p in _present(module._parameters)
-        }
+        known = _present(module._parameters)
+        self._parameters = {name: (_clone(p), _clone(p.grad), p.requires_grad) for name, p in known}
         # A forward pass may bind the name to another tensor, so the tensor itself is kept too.
         self._buffers = {name: (buffer, _clone(buffer)) for name, buffer in module._buffers.items()}
         self._plain = _Plain(module)
@@ -145,7 +143,7 @@ class _Optimizer:
             {key: copy.deepcopy(value) for key, value in group.items() if key not in _MEMBERS}
             for group in optimizer.param_groups
         ]
-        known = list(_members(optimizer))
+        known = [parameter for _, _, parameter in memberships([optimizer])]
         self._states = [copy.deepcopy(optimizer.state[p]) if p in optimizer.state else None for p in known]
         # Some optimizers keep more than the states of parameters there.
         members = {id(parameter) for parameter in known}
@@ -155,7 +153,7 @@ class _Optimizer:
     def restore(self, optimizer: Optimizer) -> None:
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             _put(group, saved, keep=_MEMBERS)
-        known = list(_members(optimizer))
+        known = [parameter for _, _, parameter in memberships([optimizer])]
         for parameter, state in zip(known, self._states, strict=True):
             if state is None:
                 optimizer.state.pop(parameter, None)
@@ -199,10 +197,6 @@ def _put(holder: MutableMapping[str, Any], saved: MutableMapping[str, Any], keep
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
-def _members(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _present(parameters: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -308,7 +302,7 @@ class Trying:
 
 def _equal_steps(steps: int, flops: int, larger: int) -> int:
     """How many steps of a larger network cost at most what so many of the model cost; at least one."""
-    return max(1, steps * flops // max(larger, 1)) if larger > flops else steps
+    return max(1, steps * flops // larger) if larger > flops else steps
 
 
 def _drawn(batches: Iterable[Any], steps: int) -> list[Any]:

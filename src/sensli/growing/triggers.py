@@ -31,10 +31,9 @@ class TriggerContext:
         merit: What was measured of the site that a trigger is asked about. None before the measurement.
     """
 
-    call: int  # 1 at the first `Grower.step`
+    call: int
     metric: float | None = None
     growths: int = 0
-    # "parameters", "flops" (one forward pass, per sample) and "depth" (layers with weights), counted only when asked for
     sizes: Mapping[str, int] = field(default_factory=dict)
     what: str = "layers"
     merit: Merit | None = None
@@ -158,9 +157,17 @@ class _Pair(Trigger):
     def needs_metric(self) -> bool:
         return self.left.needs_metric or self.right.needs_metric
 
+    @property
+    def _sides(self) -> list[Trigger]:
+        """Those that a look is due to."""
+        return [self.left, self.right]
+
     def looked(self) -> None:
-        self.left.looked()
-        self.right.looked()
+        for side in self._sides:
+            side.looked()
+
+    def refusal(self, context: TriggerContext) -> str:
+        return next((words for side in self._sides if (words := side.refusal(context))), "")
 
     def grown(self) -> None:
         self.left.grown()
@@ -202,9 +209,6 @@ class _Both(_Pair):
     def allows(self, site: Site, context: TriggerContext) -> bool:
         return self.left.allows(site, context) and self.right.allows(site, context)
 
-    def refusal(self, context: TriggerContext) -> str:
-        return self.left.refusal(context) or self.right.refusal(context)
-
 
 class _Either(_Pair):
     word = "|"
@@ -220,21 +224,13 @@ class _Either(_Pair):
     def may_fire(self, context: TriggerContext) -> bool:
         return self.left.may_fire(context) or self.right.may_fire(context)
 
-    def looked(self) -> None:
-        # The side that did not fire continues to count.
-        for side in self._sides:
-            side.looked()
-
     def allows(self, site: Site, context: TriggerContext) -> bool:
         # A limit binds the side it was combined with: only the side that fired may let a site through.
         return any(side.allows(site, context) for side in self._sides)
 
-    def refusal(self, context: TriggerContext) -> str:
-        return next((words for side in self._sides if (words := side.refusal(context))), "")
-
     @property
     def _sides(self) -> list[Trigger]:
-        """Those that fired."""
+        """Those that fired: the other one continues to count."""
         return [side for fired, side in zip(self._fired, (self.left, self.right), strict=True) if fired]
 
 
@@ -298,12 +294,7 @@ class Pays(Trigger):
         return {"waited": self._waited, "vain": self._vain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        counts = [state.get("waited"), state.get("vain")]
-        if (
-            set(state) != {"waited", "vain"}
-            or any(type(count) is not int or count < 0 for count in counts)
-            or state["vain"] > 63
-        ):
+        if not _matches(state, {"waited": _count, "vain": _doublings}):
             raise ValueError(f"{self!r} needs two counts, waited and vain, got {state!r}.")
         self._waited, self._vain = state["waited"], state["vain"]
 
@@ -635,11 +626,9 @@ class Plateau(Trigger):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        best, waited = state["best"], state["waited"]
-        known = best is None or (isinstance(best, (int, float)) and math.isfinite(best))
-        if not known or type(waited) is not int or waited < 0 or set(state) != {"best", "waited"}:
+        if not _matches(state, {"best": lambda value: value is None or _number(value), "waited": _count}):
             raise ValueError(f"{self!r} needs a number or None as best and a count as waited, got {state!r}.")
-        self.best, self.waited = best, waited
+        self.best, self.waited = state["best"], state["waited"]
 
     def __repr__(self) -> str:
         delta = f", min_delta={self.min_delta:g}" if self.min_delta else ""

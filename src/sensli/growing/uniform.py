@@ -7,7 +7,7 @@ parts grow one after the other, and are one group in the history.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -36,9 +36,8 @@ class Uniform:
 
     def line(self, point: Point) -> str:
         widths = [width_of(part.site) for part in self.parts]
-        units, heads = (
-            sum(w.more * max(1, w.heads) for w in widths if bool(w.heads) == which) for which in (False, True)
-        )
+        units = sum(width.more for width in widths if not width.heads)
+        heads = sum(width.more * width.heads for width in widths if width.heads)
         what = " and ".join(plural(number, word) for number, word in ((units, "unit"), (heads, "head")) if number)
         return f"+{what} in {plural(len(widths), 'width')}, from {point.path} to {self.parts[-1].site.path}"
 
@@ -79,6 +78,11 @@ def parts_of_decision(merit: Merit) -> tuple[Merit, ...]:
     return merit.site.move.parts if isinstance(merit.site.move, Uniform) else (merit,)
 
 
+def parts_of_sites(sites: Iterable[Site]) -> list[Site]:
+    """The sites that are measured: of one that is several at once, its parts."""
+    return [part.site for site in sites for part in parts_of_decision(Merit(site, 0.0))]
+
+
 def make_uniform(network: nn.Module, found: Sites) -> Sites:
     """All widths as the one site of a search; none if there are none."""
     parts = [Merit(site, 0.0) for site in found]
@@ -95,9 +99,7 @@ def add_up(network: nn.Module, merits: Merits) -> Merits:
         None if None in ratios else sum(ratios),
         share=None if None in shares else sum(shares),
     )
-    return Merits(
-        [whole], norm=merits.norm, batches=merits.batches, samples=merits.samples, loss=merits.loss
-    )  # fmt: skip
+    return Merits([whole], norm=merits.norm, batches=merits.batches, samples=merits.samples, loss=merits.loss)
 
 
 def site_after(site: Site, before: Sequence[Site]) -> Site:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from sensli.growing.following import Followers
 from sensli.growing.looking import Sensli, propose_sites
 from sensli.growing.options import Options
 from sensli.growing.strategy import Strategy
-from sensli.growing.uniform import add_up, parts_of_decision
-from sensli.merits.merits import LEAST, Merit, Merits
+from sensli.growing.uniform import add_up, parts_of_sites
+from sensli.merits.merits import LEAST, Merits
 from sensli.merits.probe import MeanProbe
 from sensli.modules import checks
 from sensli.modules.running import without_autocast, without_inference_mode
@@ -98,7 +97,7 @@ class Watching:
 
     def _made(self) -> MeanProbe:
         try:
-            return MeanProbe(self._model, _parts(self._sites), norm=self._options.norm)
+            return MeanProbe(self._model, parts_of_sites(self._sites), norm=self._options.norm)
         except MeasurementError as error:
             if not is_sharded(bare(self._model)):
                 raise
@@ -130,13 +129,8 @@ class Watching:
     def merits_of(self, sites: Sequence[Site]) -> Merits:
         """What the sites are worth, by the steps that were watched."""
         assert self._probe is not None
-        merits = self._probe.merits_of(_parts(sites))
+        merits = self._probe.merits_of(parts_of_sites(sites))
         return add_up(bare(self._model), merits) if self._options.what == UNIFORM else merits
-
-
-def _parts(sites: Iterable[Site]) -> list[Site]:
-    """The sites that are measured: of one that is several at once, its parts."""
-    return [part.site for site in sites for part in parts_of_decision(Merit(site, 0.0))]
 
 
 def _settling(probe: MeanProbe) -> Callable[..., Any]:
@@ -184,12 +178,10 @@ class Watch:
             self._probe, self._watching.is_open = probe, True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._probe is not None:
             self._probe, self._watching.is_open = None, False
-            self._hooks.__exit__(kind, value, trace)
+            self._hooks.__exit__(*raised)
 
     def add_loss(self, loss: float | Tensor) -> None:
         """Note the loss of a batch. Optional: it tells when a problem is solved (`floor`), and stands in for a missing metric.
