@@ -15,19 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from sensli.checkpoint import storage
-from sensli.checkpoint.states import (
-    follow_groups,
-    frozen_in,
-    load_optimizer,
-    load_scheduler,
-    load_weights,
-    loading,
-    pair_saved,
-    saved_optimizer,
-    with_shards,
-)
-from sensli.checkpoint.storage import check_plain
+from sensli.checkpoint import states, storage
+from sensli.checkpoint.states import loading, pair_saved
 from sensli.errors import CheckpointError, WrongType, brief_text
 from sensli.growing.grower import Grower
 from sensli.modules import checks, random_state
@@ -53,11 +42,11 @@ def content_of(
         "history": history.to_dict(),
         "model": dict(network.state_dict()),
         "evaluating": [name for name, module in network.named_modules() if not module.training],
-        "frozen": frozen_in(network),
-        "optimizers": [saved_optimizer(each, network) for each in as_list(optimizer)],
+        "frozen": states.frozen_in(network),
+        "optimizers": [states.saved_optimizer(each, network) for each in as_list(optimizer)],
         "schedulers": [each.state_dict() for each in as_list(scheduler)],
         "grower": None if grower is None else grower.state_dict(),
-        "extra": check_plain(extra, "extra"),  # before anything else goes through it
+        "extra": storage.check_plain(extra, "extra"),  # before anything else goes through it
     }
 
 
@@ -166,8 +155,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: If the checkpoint cannot be written. An earlier file is left as it was.
     """
-    together = Together(model, "save a checkpoint")
-    with together:
+    with Together(model, "save a checkpoint") as together:
         bare(model)
         path = checks.path("path", path)
         if grower is not None:
@@ -242,7 +230,7 @@ def load_checkpoint(
             history = History.from_dict(content["history"])
             model: Any = checks.model("what make_model() returns", make_model())
             network = bare(replay(model, history))
-            load_weights(network, content, path)
+            states.load_weights(network, content, path)
             together.agree_on(number_facts("growth", (growth.name for growth in history)), last=False)
             if wrap is not None:
                 model = wrap(model)
@@ -250,15 +238,15 @@ def load_checkpoint(
             optimizer = make_optimizer(model) if make_optimizer is not None else None
             scheduler = make_scheduler(optimizer) if make_scheduler is not None else None
             names = [saved["names"] for saved in content["optimizers"]]
-            follow_groups(history, optimizer, scheduler, names, network)
+            states.follow_groups(history, optimizer, scheduler, names, network)
             with loading("what lies in shards"):
-                content = with_shards(path, content, network, as_optimizers(optimizer))
+                content = states.with_shards(path, content, network, as_optimizers(optimizer))
             together.agree(last=False)  # before the states are dealt out to the shards
             # After the scheduler was made: the constructors of schedulers write into the optimizer's groups.
             for each, saved in pair_saved("optimizer", optimizer, content["optimizers"]):
-                load_optimizer(each, saved, network, content["model"])
+                states.load_optimizer(each, saved, network, content["model"])
             for each, saved in pair_saved("scheduler", scheduler, content["schedulers"]):
-                load_scheduler(each, saved)
+                states.load_scheduler(each, saved)
             grower = make_grower(model, optimizer, scheduler) if make_grower is not None else None
             if grower is not None:
                 checks.instance("what make_grower(...) returns", grower, Grower, "a Grower")
@@ -268,10 +256,10 @@ def load_checkpoint(
                     grower.load_state_dict(content["grower"])
             together.agree()
             if random:
-                states = content["random"]
+                saved = content["random"]
                 rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
                 with loading("the random states"):
-                    random_state.restore(states[rank] if rank < len(states) else states[0])
+                    random_state.restore(saved[rank] if rank < len(saved) else saved[0])
             return Checkpoint(model, optimizer, scheduler, grower, history, content["extra"])
     except BaseException:
         random_state.restore(before)  # the factories have drawn from it

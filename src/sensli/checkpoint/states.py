@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from sensli.modules.engines.fsdp import reshard
 from sensli.modules.running import distributed_like, empty_like, let_memory_through
 from sensli.modules.wrappers import own_parameters
 from sensli.surgery.history import Growth, current_names
-from sensli.surgery.optimizers import as_list, as_optimizers, states_of, unwrap_optimizer
+from sensli.surgery.optimizers import as_list, as_optimizers, memberships, states_of, unwrap_optimizer
 from sensli.surgery.rates import GROUP_RATES, as_schedulers, keep_groups
 from sensli.surgery.warmup import watch_steps
 
@@ -38,10 +38,8 @@ _REMEDY = "Build it as the saved one was built; if it was, use an intact checkpo
 def check_optimizer_state(optimizer: Optimizer, saved: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Raise CheckpointError unless the state fits the optimizer, whose parameters are in the saved order already."""
     name = type(optimizer).__name__
-    _expect(
-        isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved),
-        f"the state of {name} is not an optimizer state",
-    )
+    fine = isinstance(saved, Mapping) and {"state", "param_groups"} <= set(saved)
+    _expect(fine, f"the state of {name} is not an optimizer state")
     groups, states = saved["param_groups"], saved["state"]
     fine = isinstance(groups, (list, tuple)) and len(groups) == len(optimizer.param_groups)
     _expect(fine and isinstance(states, Mapping), f"the state of {name} has other groups than the optimizer")
@@ -50,9 +48,9 @@ def check_optimizer_state(optimizer: Optimizer, saved: Any, parameters: Sequence
         place = f"group {number} of {name}"
         indices = list(range(first, first + len(ours["params"])))
         first += len(indices)
-        _expect(
-            isinstance(group, Mapping) and _are_these(group.get("params"), indices), f"{place} has other parameters"
-        )
+        its = group.get("params") if isinstance(group, Mapping) else None
+        fine = isinstance(its, list) and its == indices and all(type(index) is int for index in its)
+        _expect(fine, f"{place} has other parameters")
         _check_group(group, ours, place, strictly=_is_of_torch(optimizer))
         if _is_of_torch(optimizer):
             _check_moments(optimizer, group, states, {index: parameters[index] for index in indices})
@@ -76,9 +74,8 @@ def _check_moments(
     optimizer: Optimizer, group: Mapping[str, Any], states: Mapping[int, Any], parameters: Mapping[int, nn.Parameter]
 ) -> None:
     """Each state holds what the optimizer keeps of such a parameter after a step, or nothing."""
-    known = {
-        few: _kept_entries(optimizer, group, few) for few in {parameter.ndim < 2 for parameter in parameters.values()}
-    }
+    vectors = {parameter.ndim < 2 for parameter in parameters.values()}
+    known = {few: _kept_entries(optimizer, group, few) for few in vectors}
     for index, parameter in parameters.items():
         kept = known[parameter.ndim < 2]
         if kept is None:
@@ -106,12 +103,10 @@ def _kept_entries(optimizer: Optimizer, group: Mapping[str, Any], few: bool) -> 
         except Exception as error:
             if settings is not group:
                 return None
-            raise CheckpointError(
-                f"{type(optimizer).__name__} refuses the saved settings: {error} {_REMEDY}"
-            ) from error
-    sizes = {
-        key: torch.as_tensor(value, device="cpu") for key, value in trial.state[small].items() if value is not None
-    }
+            name = type(optimizer).__name__
+            raise CheckpointError(f"{name} refuses the saved settings: {error} {_REMEDY}") from error
+    kept = {key: value for key, value in trial.state[small].items() if value is not None}
+    sizes = {key: torch.as_tensor(value, device="cpu") for key, value in kept.items()}
     return {
         key: "number" if value.numel() == 1 else "whole" if value.shape == small.shape else "part"
         for key, value in sizes.items()
@@ -138,12 +133,10 @@ def _check_alike(value: Any, like: Any, place: str) -> None:
         fine = value is None or isinstance(value, bool)
     elif _is_number(like):
         fine = _is_number(value) and not (type(like) is int and like >= 0 and not 0 <= value < _LARGEST)
-    elif isinstance(like, str):
-        fine = isinstance(value, str)
     elif isinstance(like, (list, tuple)):
         fine = isinstance(value, (list, tuple)) and len(value) == len(like)
     else:
-        fine = isinstance(value, Mapping) or not isinstance(like, Mapping)
+        fine = all(isinstance(value, kind) for kind in (str, Mapping) if isinstance(like, kind))
     _expect(fine, f"{place} is {brief_text(value)}, where a new one has {brief_text(like)}")
     if isinstance(like, (list, tuple)):
         for index, (part, its) in enumerate(zip(value, like, strict=True)):
@@ -151,10 +144,6 @@ def _check_alike(value: Any, like: Any, place: str) -> None:
     elif isinstance(like, Mapping):
         for key in like.keys() & value.keys():
             _check_alike(value[key], like[key], f"{place}[{key!r}]")
-
-
-def _are_these(values: Any, indices: list[int]) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values) and values == indices
 
 
 def _is_number(value: Any) -> bool:
@@ -220,7 +209,7 @@ def with_shards(
         return content
     reshard(network)
     # Keys are of sharded tensors only; of an optimizer that is not asked for nothing is read.
-    wanted = {**content, "optimizers": content["optimizers"][: len(optimizers)]}
+    asked, others = content["optimizers"][: len(optimizers)], content["optimizers"][len(optimizers) :]
     parameters, weights = dict(network.named_parameters()), network.state_dict()
     read: dict[str, Tensor] = {}
 
@@ -230,13 +219,9 @@ def with_shards(
             read[key] = weights[name] if its_own else empty_like(saved, parameters.get(name))
         return read.get(key, saved)
 
-    wanted = storage.replace_tensors(wanted, target)
+    wanted = storage.replace_tensors({**content, "optimizers": asked}, target)
     storage.read_shards(path, content, read)
-    return {
-        **content,
-        "model": wanted["model"],
-        "optimizers": [*wanted["optimizers"], *content["optimizers"][len(optimizers) :]],
-    }
+    return {**wanted, "optimizers": [*wanted["optimizers"], *others]}
 
 
 def pair_saved(what: str, made: Any, saved: list[Any]) -> list[tuple[Any, Any]]:
@@ -270,6 +255,7 @@ def load_scheduler(scheduler: Any, saved: Any) -> None:
 # followed.
 
 _AROUND = re.compile(r"around(\d+):(.*)")  # which wrapper, and the name of what it keeps
+_Names: TypeAlias = Sequence[Sequence[str]]  # of the parameters of an optimizer, group by group
 
 
 def names_in(optimizer: Optimizer, network: nn.Module) -> list[list[str]]:
@@ -299,11 +285,7 @@ def freeze(network: nn.Module, names: Iterable[str]) -> None:
 
 
 def follow_groups(
-    history: Sequence[Growth],
-    optimizer: Any,
-    scheduler: Any,
-    names: Iterable[Sequence[Sequence[str]]],
-    network: nn.Module,
+    history: Sequence[Growth], optimizer: Any, scheduler: Any, names: Iterable[_Names], network: nn.Module
 ) -> None:
     """Give rebuilt optimizers, and their schedulers, the groups that the saved ones had, whose ``names`` these are; `arrange` fills them.
 
@@ -339,7 +321,7 @@ def _drop_new(
     keep_groups(optimizer, as_schedulers(drivers), kept)
 
 
-def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Module) -> None:
+def arrange(optimizer: Optimizer, names: _Names, network: nn.Module) -> None:
     """Bring the optimizer's groups into the saved order, parameter by parameter and by name, so that a saved state fits.
 
     Groups that the factory filled otherwise (a rule by name may put a new layer elsewhere than its neighbour) become as they were.
@@ -351,18 +333,15 @@ def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Mo
             f"make_optimizer built a {type(optimizer).__name__} with {len(groups)} groups, but {len(names)} were saved. "
             "Build the optimizer as the saved one was built; only groups of new layers may be more."
         )
-    held = {id(p) for group in groups for p in group["params"]}
+    held = {id(p) for _, _, p in memberships([optimizer])}
     wanted = {name for group in names for name in group}
     unknown = sorted(wanted - parameters.keys())
     missing = sorted(name for name in wanted & parameters.keys() if id(parameters[name]) not in held)
     # What is new in an average inside the model: an optimizer over all parameters is made with it, one that follows has not got it.
     own = {id(p) for p in own_parameters(network)}
     new = sorted(name for name, p in parameters.items() if id(p) in held & own and name not in wanted)
-    for what, which in (
-        ("is not in the model", unknown),
-        ("is not in the new optimizer", missing),
-        ("was not saved", new),
-    ):
+    wrong = {"is not in the model": unknown, "is not in the new optimizer": missing, "was not saved": new}
+    for what, which in wrong.items():
         if which:
             raise CheckpointError(
                 f"the optimizer does not fit the saved one: {which[0]} {what} ({len(which)} such). "
@@ -377,7 +356,7 @@ def arrange(optimizer: Optimizer, names: Sequence[Sequence[str]], network: nn.Mo
 def saved_optimizer(given: Any, network: nn.Module) -> dict[str, Any]:
     """The state of an optimizer by the names of its parameters, with what a wrapper around it (a Lookahead) keeps of them itself."""
     optimizer = unwrap_optimizer(given)
-    ordered, state = _ordered(optimizer), optimizer.state_dict()
+    ordered, state = [parameter for _, _, parameter in memberships([optimizer])], optimizer.state_dict()
     around = states_of(given)[:-1]
     if any(states for _, states in around):
         states = {index: dict(its) for index, its in state["state"].items()}
@@ -393,7 +372,7 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
     """Load the state of an optimizer by the names of its parameters; ``weights`` are the saved ones."""
     optimizer = unwrap_optimizer(given)
     arrange(optimizer, saved["names"], network)
-    ordered = _ordered(optimizer)
+    ordered = [parameter for _, _, parameter in memberships([optimizer])]
     state, around = _split_wrapped(saved["state"])
     check_optimizer_state(optimizer, state, ordered)
     _load_around(given, around, ordered)
@@ -421,10 +400,6 @@ def load_optimizer(given: Any, saved: Mapping[str, Any], network: nn.Module, wei
         for key, value in its.items():
             if isinstance(value, Tensor) and now[key].dtype != value.dtype:
                 now[key] = value.to(now[key].device)
-
-
-def _ordered(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _split_wrapped(saved: Any) -> tuple[Any, dict[tuple[int, int, str], Any]]:

@@ -129,9 +129,8 @@ def read_tensors(path: str | os.PathLike[str], magic: bytes) -> tuple[dict[str, 
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Unusable("is cut short or altered: its header cannot be read.") from None
     if version > FORMAT:
-        raise Unusable(
-            f"has format {version}, newer than {FORMAT}, the newest known here.", "Update sensli to read it."
-        )
+        newer = f"has format {version}, newer than {FORMAT}, the newest known here."
+        raise Unusable(newer, "Update sensli to read it.")
     if len(body) != length:
         cut = "cut short" if len(body) < length else "too long"
         raise Unusable(f"is {cut}: {len(body):,} of {length:,} bytes.")
@@ -141,10 +140,8 @@ def read_tensors(path: str | os.PathLike[str], magic: bytes) -> tuple[dict[str, 
     try:
         content = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise Unusable(
-            f"holds more than tensors and plain data, and was not loaded because that could run code: {reason_in(error)}",
-            "",
-        ) from error
+        why = f"holds more than tensors and plain data, and was not loaded because that could run code: {reason_in(error)}"
+        raise Unusable(why, "") from error
     except Exception as error:  # what torch raises for bytes that are not an archive is not a short list
         raise Unusable(f"does not hold what torch.save wrote: {type(error).__name__}: {reason_in(error)}") from error
     if not isinstance(content, dict):
@@ -214,28 +211,19 @@ def replace_tensors(content: Mapping[str, Any], change: Change) -> dict[str, Any
     def of(key: str, value: Any, name: str, entry: str | None = None) -> Any:
         return change(key, value, name, entry) if isinstance(value, Tensor) else value
 
+    def of_state(number: int, name: str, its: Mapping[str, Any]) -> dict[str, Any]:
+        return {entry: of(f"optimizer{number}/{name}/{entry}", value, name, entry) for entry, value in its.items()}
+
     model = {name: of(f"model/{name}", value, name) for name, value in content["model"].items()}
     optimizers = []
     for number, saved in enumerate(content["optimizers"]):
         names = [name for group in saved["names"] for name in group]
-        states = {
-            index: {
-                entry: of(f"optimizer{number}/{names[index]}/{entry}", value, names[index], entry)
-                for entry, value in its.items()
-            }
-            for index, its in saved["state"]["state"].items()
-        }
+        states = {index: of_state(number, names[index], its) for index, its in saved["state"]["state"].items()}
         groups = [dict(group) for group in saved["state"]["param_groups"]]
         for group in groups:
             if SAVED in group:
-                group[SAVED] = {
-                    index: {
-                        entry: of(f"optimizer{number}/{name}/{entry}", value, name, entry)
-                        for entry, value in its.items()
-                    }
-                    for index, its in group[SAVED].items()
-                    for name in [names[group["params"][index]]]
-                }
+                its_names = [names[index] for index in group["params"]]
+                group[SAVED] = {i: of_state(number, its_names[i], its) for i, its in group[SAVED].items()}
         optimizers.append({**saved, "state": {**saved["state"], "state": states, "param_groups": groups}})
     return {**content, "model": model, "optimizers": optimizers}
 
@@ -268,11 +256,8 @@ def write_shards(path: str | os.PathLike[str], content: Mapping[str, Any], toget
         own = [file.name for file in sorted(folder.glob(f"__{together.rank}_*.distcp"))]
         files = together.agree({name: _digest(folder / name) for name in own}, last=False)
         if together.rank == 0:
-            plain["shards"] = {
-                "folder": folder.name,
-                "files": {name: its for part in files for name, its in part.items()},
-                "index": index,
-            }
+            found = {name: its for part in files for name, its in part.items()}
+            plain["shards"] = {"folder": folder.name, "files": found, "index": index}
             earlier = _earlier(target)
             write_checkpoint(target / FILE, plain)
             _sweep(target, folder, earlier)
