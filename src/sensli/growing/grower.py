@@ -344,7 +344,7 @@ def remember_state(history: History, strategy: Strategy, trigger: Trigger, price
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
-    paid = price.state_dict()
+    paid = {} if price.share is None else price.state_dict()
 
     def put_back() -> None:
         history.record.become(record)
