@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -24,6 +24,9 @@ from sensli.moves.width.width import Width
 from sensli.surgery.growth import grow, undo
 from sensli.surgery.history import Growth
 from sensli.surgery.optimizers import Optimizers, as_optimizers
+
+_Data: TypeAlias = Iterable[Any] | None
+_Move: TypeAlias = type[Recycle] | type[Narrow]  # what becomes of dead units
 
 
 def recycle(
@@ -86,24 +89,15 @@ class Found:
 
 @without_autocast()
 def find_dead(
-    model: nn.Module,
-    widths: Iterable[Site],
-    example: Any,
-    batches: Iterable[Any] | None,
-    together: Together,
-    move: type[Recycle] | type[Narrow] = Recycle,
+    model: nn.Module, widths: Iterable[Site], example: Any, batches: _Data, together: Together, move: _Move = Recycle
 ) -> Found:
     """What to do with the units of these widths that are zero on all data; with several processes, on those of all of them."""
     network, ordered = bare(model), in_order(list(widths))
     spotting, first = Spotting(network, ordered), None
     start = random_state.capture()
     with untouched(network), random_state.kept_of_loader(batches):
-        pairs = (
-            (split_batch(batch, index, network) for index, batch in enumerate(batches))
-            if batches is not None
-            else [(example, None)]
-        )
-        for given, _ in pairs:
+        for index, batch in enumerate([(example, None)] if batches is None else batches):
+            given = example if batches is None else split_batch(batch, index, network)[0]
             spotting.watch(given)
             if first is None:
                 first = given, None
@@ -148,12 +142,7 @@ def renew(model: nn.Module, site: Site, *, optimizer: Optimizers, check: Any, wa
 
 @without_inference_mode()
 def _exchange(
-    model: nn.Module,
-    example: Any,
-    batches: Iterable[Any] | None,
-    optimizer: Optimizers,
-    move: type[Recycle] | type[Narrow],
-    what: str,
+    model: nn.Module, example: Any, batches: Iterable[Any] | None, optimizer: Optimizers, move: _Move, what: str
 ) -> list[Growth]:
     with AllOrNothing() as change, Together(model, what) as together:
         bare(model)

@@ -206,12 +206,9 @@ def grow(
         checks.flag("freeze_rest", freeze_rest)
         lr_factor, warmup, depth_power = check_factor(lr_factor), check_warmup(warmup), check_power(depth_power)
         check_needed(
-            optimizer,
-            lr_factor=lr_factor != 1,
-            group=group is not None,
-            warmup=warmup is not None,
+            optimizer, lr_factor=lr_factor != 1, group=group is not None, warmup=warmup is not None,
             depth_power=depth_power != 0,
-        )
+        )  # fmt: skip
         if check is not None:
             checks.batch("check", check)
         watch_steps(optimizer)
@@ -259,19 +256,12 @@ def grow(
         joining.apply()
         if newborn is not None:
             newborn.apply(number)
+        resized = tuple(Resized(each.name, each.old_shape, each.new_shape) for each in edit.resized)
         growth = Growth(
-            site=edit.site,
-            number=number,
-            name=edit.name,
-            parameters=tuple(new.name for new in edit.new),
-            resized=tuple(Resized(each.name, each.old_shape, each.new_shape) for each in edit.resized),
-            renames=dict(edit.renames),
-            beside=dict(edit.beside),
-            rates=rates if rates.changes else None,
-            own_rate=own,
-            frozen=_freeze(network, resting),
-            freeze_rest=freeze_rest,
-        )
+            site=edit.site, number=number, name=edit.name, parameters=tuple(new.name for new in edit.new), resized=resized,
+            renames=dict(edit.renames), beside=dict(edit.beside), rates=rates if rates.changes else None, own_rate=own,
+            frozen=_freeze(network, resting), freeze_rest=freeze_rest,
+        )  # fmt: skip
         attach_record(edit.module, number, growth)
         averaging.follow(list(averages_in(network).values()), growth, network)
         together.agree_on({"the growth": f"number {number}: {site}, as {edit.name}"})
@@ -305,11 +295,8 @@ def _refuse_parts(edit: Edit, freeze_rest: bool, new_lr_factor: float | None) ->
 
 def carried_growths(model: nn.Module) -> list[Growth]:
     """The records of its growths that a model carries itself, oldest first. One growth may have made several modules."""
-    records = {
-        number: attached_record(module, number)
-        for number, _, module in grown_modules(model)
-        if attached_record(module, number)
-    }
+    found = [(number, attached_record(module, number)) for number, _, module in grown_modules(model)]
+    records = {number: record for number, record in found if record}
     return [records[number] for number in sorted(records)]
 
 
@@ -398,12 +385,8 @@ def undo(
     with AllOrNothing() as change, Changing(model, f"undo {getattr(growth, 'name', 'the last growth')}") as together:
         network = bare(model)
         if growth is not None:
-            checks.instance(
-                "growth",
-                growth,
-                Growth,
-                "the Growth that grow or insert returned (for example grower.history[-1]), or None",
-            )
+            what = "the Growth that grow or insert returned (for example grower.history[-1]), or None"
+            checks.instance("growth", growth, Growth, what)
         known, drivers = as_optimizers(optimizer), as_schedulers(scheduler)
         check_own(network, known)
         if known:
@@ -413,9 +396,8 @@ def undo(
 
         last = max(grown_modules(network), key=lambda entry: entry[0], default=None)
         if last is None:
-            raise HistoryError(
-                f"nothing to undo: this {type(network).__name__} has not grown. Give the model that was grown."
-            )
+            kind = type(network).__name__
+            raise HistoryError(f"nothing to undo: this {kind} has not grown. Give the model that was grown.")
         number, path, module = last
         growth = attached_record(module, number) if growth is None else growth
         if not isinstance(growth, Growth):

@@ -45,10 +45,8 @@ def is_copy(optimizer: Optimizer, key: str) -> bool | None:
     kind = type(optimizer)
     if key in WARMING:
         return False
-    for cls in kind.__mro__:
-        if any(part in cls.__name__ and key in keys for part, keys in _COPIES_OF.items()):
-            return True
-    if key in _COPIES:
+    of_class = (part in name and key in keys for name in kinds(optimizer) for part, keys in _COPIES_OF.items())
+    if key in _COPIES or any(of_class):
         return True
     return False if _MOMENT.search(key) or kind.__module__.startswith("torch.optim") else None
 
@@ -226,9 +224,8 @@ def unwrap_optimizer(given: Any) -> Optimizer:
     inner = _inside(given)
     if inner is not None:
         return unwrap_optimizer(inner)
-    return checks.instance(
-        "optimizer", given, Optimizer, "a torch.optim.Optimizer or a list of them", error=OptimizerError
-    )
+    what = "a torch.optim.Optimizer or a list of them"
+    return checks.instance("optimizer", given, Optimizer, what, error=OptimizerError)
 
 
 def states_of(given: Any) -> list[tuple[Any, States]]:

@@ -67,7 +67,7 @@ def _opens(box: Box) -> bool:
         return False
     parts = list(box.module.children())
     # A module with weights and plain layers, as attention has, is a layer to a person; with blocks inside, it is a model.
-    return bool(parts) and (not _own(box.module) or any(_has_parts(part) for part in parts))
+    return bool(parts) and (not _own(box.module) or any(list(part.children()) for part in parts))
 
 
 def _must_open(box: Box) -> bool:
@@ -128,10 +128,6 @@ def _count(module: nn.Module) -> int:
 
 def _own(module: nn.Module) -> list[str]:
     return [name for name, parameter in module._parameters.items() if parameter is not None]
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
 
 
 def _is_empty(module: nn.Module) -> bool:
@@ -211,7 +207,8 @@ def _fold(units: list[Unit], limit: int) -> list[Unit]:
     """Neighbours that did not grow share a box, as few as it takes; a growth between them parts them and moves no others."""
     size, old, places = max(1, math.ceil(sum(unit.growth is None for unit in units) / limit)), 0, []
     for place, unit in enumerate(units):
-        places.append((old // size, 0) if not _grew(unit) else (-1, place))
+        grew = unit.growth is not None or bool(unit.changes)
+        places.append((-1, place) if grew else (old // size, 0))
         old += unit.growth is None
     folded = []
     for _, run in groupby(zip(places, units, strict=True), key=lambda pair: pair[0]):
@@ -221,10 +218,6 @@ def _fold(units: list[Unit], limit: int) -> list[Unit]:
             first = Unit(first.path, f"{first.label} and {len(others)} more", parameters)
         folded.append(first)
     return folded
-
-
-def _grew(unit: Unit) -> bool:
-    return unit.growth is not None or bool(unit.changes)
 
 
 def _units(makers: Sequence[nn.Module]) -> int | None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # it. What a scheduler of one's own keeps under names that torch does not use is not known here and stays.
 
 Schedulers: TypeAlias = LRScheduler | Sequence[LRScheduler] | None
+_Drivers: TypeAlias = Sequence[LRScheduler]
 
 GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")  # the last three come from OneCycleLR and SWALR
 _RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs")  # of schedulers: one per group, in units of a learning rate
@@ -149,9 +150,7 @@ def _undriven(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]
     return [each for each in scheduled if id(each) not in driven]
 
 
-def _rate_changes(
-    optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler], factor: float
-) -> Iterator[RateChange]:
+def _rate_changes(optimizers: Sequence[Optimizer], schedulers: _Drivers, factor: float) -> Iterator[RateChange]:
     rates: list[tuple[str, int, str, int | None, Any]] = []
     for index, optimizer in enumerate(optimizers):
         for i, group in enumerate(optimizer.param_groups):
@@ -346,9 +345,7 @@ def _add_group(optimizer: Optimizer, schedulers: Sequence[LRScheduler], index: i
     optimizer.param_groups.append(group)
 
 
-def _kept_per_group(
-    optimizer: Optimizer, schedulers: Sequence[LRScheduler]
-) -> Iterator[tuple[LRScheduler, str, list[Any]]]:
+def _kept_per_group(optimizer: Optimizer, schedulers: _Drivers) -> Iterator[tuple[LRScheduler, str, list[Any]]]:
     """The lists that schedulers of an optimizer keep, with one entry per group.
 
     Whoever changes one makes a new list: torch hands the old one out in state_dict() without a copy, and the user may have kept it.

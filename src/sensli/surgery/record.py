@@ -313,10 +313,8 @@ class Record(Plain):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            **super().to_dict(),
-            "outlines": [{"call": call, "units": to_plain(units)} for call, units in self.outlines],
-        }
+        outlines = [{"call": call, "units": to_plain(units)} for call, units in self.outlines]
+        return {**super().to_dict(), "outlines": outlines}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -397,11 +395,9 @@ def reason_of(
     ratio, whose = (best.ratio, "the largest merit, ") if control else (first.ratio, "")
     if rule:
         ratio, whose = max(_stack(merits, first), key=lambda each: each.value).ratio, "the largest merit there, "
-    passed = (
-        f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
-        if tau and ratio is not None  # with tau = 0 everything passes
-        else ""
-    )
+    passed = ""
+    if tau and ratio is not None:  # with tau = 0 everything passes
+        passed = f", and {whose}{ratio:.2g} x the mean of the existing weights is at least tau = {tau:g}"
     what = "growths" if any(each.site.kind == "units" for each in chosen) else "layers"
     more = f" ({len(chosen)} {what} at once)" if len(chosen) > 1 else ""
     return f"{ground}{passed}{more}"

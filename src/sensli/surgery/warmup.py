@@ -68,9 +68,7 @@ class Newborn:
             self._note(optimizer, newcomer.parameter, torch.ones_like(newcomer.parameter, requires_grad=False), number)
         for (optimizer, each), new in zip(self.resized, self._new, strict=True):
             self._note(optimizer, each.tensor, new, number)
-        watch_steps(
-            [optimizer for _, optimizer, _ in self.joining.places] + [optimizer for optimizer, _ in self.resized]
-        )
+        watch_steps([*(optimizer for _, optimizer, _ in self.joining.places), *(its for its, _ in self.resized)])
 
     def _note(self, optimizer: Optimizer, parameter: Tensor, new: Tensor, number: int) -> None:
         state = optimizer.state.setdefault(parameter, {})
@@ -274,12 +272,11 @@ def _step(optimizer: Optimizer, held: _Held) -> None:
     news = [(_local(growth) == own, (age + 1) / steps) for own, age, steps in held.noted[_AGES]]
     for key, before in held.before.items():
         value = held.parameter if key == _SELF else optimizer.state[held.parameter].get(key)
-        if not isinstance(value, Tensor) or _local(value).shape != before.shape:
-            continue
-        now = _local(value)
-        parts = [(new, (now - before).mul_(share).add_(before)) for new, share in news]
-        for new, part in parts:
-            torch.where(new, part, now, out=now)
+        if isinstance(value, Tensor) and _local(value).shape == before.shape:
+            now = _local(value)
+            parts = [(new, (now - before).mul_(share).add_(before)) for new, share in news]
+            for new, part in parts:
+                torch.where(new, part, now, out=now)
     ages = [[own, age + 1, steps] for own, age, steps in held.noted[_AGES]]
     left = [each for each in ages if each[1] + 1 < each[2]]
     for own, _, _ in ages:
