@@ -36,10 +36,8 @@ def load_model(name: str) -> nn.Module:
     module = _import(module_name)
     factory = getattr(module, factory_name, None)
     if factory is None:
-        offered = (
-            ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_")) or "nothing callable"
-        )
-        raise UnsupportedModel(f"'{module_name}' has no '{factory_name}'; it offers: {offered}.")
+        offered = ", ".join(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise UnsupportedModel(f"'{module_name}' has no '{factory_name}'; it offers: {offered or 'nothing callable'}.")
     try:
         model = factory if isinstance(factory, nn.Module) else factory()
     except Exception as error:

@@ -120,9 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("file", metavar="HISTORY_OR_CHECKPOINT", type=Path, help=kinds)
     add("--out", type=Path, help="where to write the page (default: next to the file, ending in .html)")
     add("--title", default="A network grows", help="the heading of the page (default: %(default)s)")
-    add(
-        "--metric", help="what the metric is called, such as 'validation loss' (default: as the file says, or 'metric')"
-    )
+    called = "what the metric is called, such as 'validation loss' (default: as the file says, or 'metric')"
+    add("--metric", help=called)
     other = "the history of a training to compare with, for example of the same model that never grew: a second curve"
     add("--baseline", type=Path, metavar="FILE", help=other)
     add("--json", action="store_true", help="print the decisions as JSON instead of lines")

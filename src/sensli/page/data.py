@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sensli import __version__
 from sensli.errors import HistoryError
@@ -65,9 +65,8 @@ def separate_boxes(units: Sequence[Unit], call: int, history: History) -> list[U
         known = {box.growth for box in boxes}
         if growth.number in known or not growth.parameters or growth.call is None or growth.call > call:
             continue
-        around = next(
-            (each for each in history if growth.name.startswith(f"{each.name}.") and each.number in known), None
-        )
+        outer = (each for each in history if growth.name.startswith(f"{each.name}.") and each.number in known)
+        around = next(outer, None)
         place = next((i for i, box in enumerate(boxes) if around is not None and box.growth == around.number), None)
         if place is None:
             continue
@@ -169,14 +168,12 @@ def _summary(data: dict[str, Any]) -> str:
     looks = data["looks"]
     text = f"{_count(data['calls'], data['unit'])}, {_count(len(looks), 'check')} of all sites, {_describe_growths(looks)}."
     for curve in data["curves"]:
-        known = [
-            (call, value) for call, value in zip(curve["calls"], curve["values"], strict=True) if value is not None
-        ]
+        pairs = zip(curve["calls"], curve["values"], strict=True)
+        known = [(call, value) for call, value in pairs if value is not None]
         if known:
             (first, start), (last, end) = known[0], known[-1]
             name = data["measure"] if curve["name"] == data["measure"] else f"{data['measure']} of {curve['name']}"
-            unit = data["unit"]
-            text += f" {caption(name)}: {start:.4g} at {unit} {first:,}, {end:.4g} at {unit} {last:,}."
+            text += f" {caption(name)}: {start:.4g} at {data['unit']} {first:,}, {end:.4g} at {data['unit']} {last:,}."
     return f"<p>{escape(text)}</p>"
 
 
@@ -204,9 +201,8 @@ def caption(name: str) -> str:
 
 
 def _look_in_words(look: dict[str, Any], unit: str) -> str:
-    title = f"{unit.capitalize()} {look['call']:,}: " + (
-        _describe_growths([look]) if look["inserted"] else "nothing grew"
-    )
+    grew = _describe_growths([look]) if look["inserted"] else "nothing grew"
+    title = f"{unit.capitalize()} {look['call']:,}: {grew}"
     lines = "".join(f"<p class='line'>{escape(line)}</p>" for line in look["line"].splitlines())
     undone = "<p>Undone later.</p>" if look["undone"] else ""
     reason = f"<p>Why: {escape(look['reason'])}.</p>" if look["inserted"] else ""
@@ -223,11 +219,8 @@ def _look_in_words(look: dict[str, Any], unit: str) -> str:
         ]
         for index, merit in enumerate(look["merits"])
     ]
-    table = (
-        html_table(["site", "merit", "ratio", "+parameters", "+FLOPs", *([PER[per]] if per else []), "chosen"], rows)
-        if rows
-        else ""
-    )
+    header = ["site", "merit", "ratio", "+parameters", "+FLOPs", *([PER[per]] if per else []), "chosen"]
+    table = html_table(header, rows) if rows else ""
     return f'<h3>{escape(title)}</h3>{lines}{reason}{undone}<div class="wide">{table}</div>'
 
 
@@ -269,28 +262,14 @@ class Film:
         pixels = (share.clamp(0, 1) * 255).round().to(torch.uint8)
         self.calls.append(call)
         self._pictures.append(base64.b64encode(bytes(pixels.tolist())).decode())
-        self._weights.append([{"path": path, "weight": _digits(weight)} for path, weight in _weights(model)])
+        linear = [(path, module.weight) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        rows = [(path, [[round(value, 2) for value in row] for row in weight.tolist()]) for path, weight in linear]
+        self._weights.append([{"path": path, "weight": digits} for path, digits in rows])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "name": self.name,
-            "side": SIDE,
-            "extent": EXTENT,
-            "calls": self.calls,
-            "pictures": self._pictures,
-            "weights": self._weights,
-        }
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield path, module.weight
-
-
-def _digits(weight: Tensor) -> list[list[float]]:
-    return [[round(value, 2) for value in row] for row in weight.tolist()]
+        taken = {"calls": self.calls, "pictures": self._pictures, "weights": self._weights}
+        return {"name": self.name, "side": SIDE, "extent": EXTENT, **taken}
 
 
 FRAMES = 150  # positions of the slider, besides the decisions

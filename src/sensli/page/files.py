@@ -99,8 +99,9 @@ def read_history(path: str | os.PathLike[str]) -> History:
     except SensliError:
         raise
     except Exception as error:
+        why = (str(error).splitlines() or ["no reason given"])[0]
         raise HistoryError(
-            f"'{path}' cannot be read ({type(error).__name__}: {_first_line(error)}). Give what History.save(path) wrote, "
+            f"'{path}' cannot be read ({type(error).__name__}: {why}). Give what History.save(path) wrote, "
             "or a checkpoint of plain data and tensors."
         ) from error
     found = _find(data)
@@ -123,10 +124,6 @@ def _file_in(folder: Path) -> Path:
             "GrowthCallback), and no checkpoint-* with one. Give the file itself."
         )
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0]
 
 
 def _find(data: Any, depth: int = 6) -> Mapping[str, Any] | None:
@@ -169,9 +166,8 @@ def write_page(path: str | os.PathLike[str], data: dict[str, Any]) -> Path:
 def render(data: dict[str, Any]) -> str:
     """The whole page as text."""
     assets = files("sensli.page")
-    template, style, *scripts = (
-        (assets / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
-    )
+    names = ("page.html", "page.css", *SCRIPTS)
+    template, style, *scripts = ((assets / name).read_text(encoding="utf-8") for name in names)
     heading, text = words(data)
     # Inside a script element only "</" and "<!--" could end or confuse it; a backslash before "<" is the same JSON string.
     payload = json.dumps(strict_data(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
