@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import statistics
 import runpy
+import statistics
 from pathlib import Path
 
 import pytest

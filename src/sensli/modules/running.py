@@ -116,7 +116,7 @@ def decompose(function: Callable[[Tensor], Any], matrix: Tensor) -> Any:
         found = function(matrix)
         if all(bool(part.isfinite().all()) for part in tensors(found)) or not bool(matrix.isfinite().all()):
             return found
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         pass
     found = function(matrix.to("cpu", torch.promote_types(matrix.dtype, torch.float64)))
     parts = [
