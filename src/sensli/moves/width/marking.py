@@ -276,7 +276,7 @@ class _Run:
             known.leaves |= arrived.leaves
             known.mixed_by = known.mixed_by or arrived.mixed_by
             for into, found in ((known.reads, arrived.reads), (known.passes, arrived.passes)):
-                for reader in found.keys() & of[path]:
+                for reader in (each for each in found if each in of[path]):  # in the order of the calls, on every rank
                     held = into.setdefault(reader, {})
                     held[unit] = held.get(unit, frozenset()) | found[reader]
         return True
