@@ -142,3 +142,23 @@ def test_what_is_large_is_marked_in_small_parts(monkeypatch: pytest.MonkeyPatch)
     sizes.clear()
     monkeypatch.setattr(marking, "_ROOM", 1)
     assert told(Stack(), torch.ones(2, 6))[0] == expected and max(sizes) == marking._LEAST
+
+
+class Fan(nn.Module):
+    """One layer, and eight that read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.readers = nn.ModuleDict({name: nn.Linear(4, 2) for name in "qwertyui"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        y: Tensor = sum(reader(h) for reader in self.readers.values())  # type: ignore[assignment]
+        return y
+
+
+def test_readers_come_in_the_order_of_their_calls() -> None:
+    """On all ranks of a job: the order of a set of names would differ between processes."""
+    (site,) = find_sites(Fan(), torch.randn(2, 3), what="units")
+    assert site.move.readers == tuple(f"readers.{name}" for name in "qwertyui")  # type: ignore[attr-defined]
