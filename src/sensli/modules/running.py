@@ -110,11 +110,11 @@ def upcast(value: Any) -> Any:
 def decompose(function: Callable[[Tensor], Any], matrix: Tensor) -> Any:
     """What a function of torch.linalg finds: in double precision where it does not converge in single.
 
-    LAPACK fails so on ordinary matrices of low rank, rarely: with an error, or with results that are not numbers.
+    LAPACK fails so on ordinary matrices of low rank, rarely: with an error or, on the CPU, with results that are not numbers.
     """
     try:
         found = function(matrix)
-        if all(bool(part.isfinite().all()) for part in tensors(found)) or not bool(matrix.isfinite().all()):
+        if not matrix.is_cpu or not matrix.isfinite().all() or all(part.isfinite().all() for part in tensors(found)):
             return found
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         pass

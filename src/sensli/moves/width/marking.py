@@ -83,6 +83,9 @@ class Marking:
     def mark(self) -> None:
         """Enough units to tell how they are laid out, in one group or, as fused gates are, in two."""
         units = {path: _at_ends(each.units, 2) for path, each in self.seen.items()}
+        if sum(map(len, units.values())) <= self._most:  # one run tells all
+            self._run([[(path, unit)] for path, some in units.items() for unit in some])
+            return
         alike = _in_equal_blocks(self._model, self.seen)
         between = {path for paths in alike for path in paths[1:-1]}
         self._mark_first({path: some for path, some in units.items() if path not in between})
