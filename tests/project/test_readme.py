@@ -128,6 +128,21 @@ def test_the_table_of_other_methods_is_that_of_the_stored_runs() -> None:
     assert order == sorted(order) and list(stored)[:2] == ["g-stack", "default"]
 
 
+def test_the_long_task_with_images_is_shown_as_it_came_out() -> None:
+    stored = json.loads((ROOT / "docs/compare/long/cifar.json").read_text())
+    page = (ROOT / "docs/results/long-budgets.md").read_text()
+    seeds = sorted({seed for run in stored.values() for seed in run["test"]})
+    head = f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | parameters | checks |"
+    rows = page[page.index(head) :].split("\n\n")[0].splitlines()[2:]
+    for row, run in zip(rows, stored.values(), strict=True):
+        losses = [f"{run['test'][seed]:.3f}" if seed in run["test"] else "" for seed in seeds]
+        checks = f"{run['decisions']['0']:.1%}" if run["decisions"]["0"] else ""
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[1:] == [*losses, f"{run['parameters'][0]:,}", checks]
+    grown = [run["test"]["0"] for name, run in stored.items() if name in ("default", "uniform-10-15-20-25")]
+    assert min(grown) > stored["small"]["test"]["0"] > stored["middle"]["test"]["0"] > stored["large"]["test"]["0"]
+
+
 def test_readme_cites_the_paper() -> None:
     cited = (ROOT / "CITATION.cff").read_text()
     for text in (README, cited):
