@@ -44,8 +44,8 @@ class Stack(nn.Module):
         self.out = nn.Linear(6, 3)
         self.extra = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        beside = 0.0
+    def forward(self, x: Tensor) -> Any:
+        beside, returned = 0.0, None
         for block in self.blocks:
             assert isinstance(block, Block)
             if block.odd == "read twice":
@@ -53,7 +53,9 @@ class Stack(nn.Module):
                 x = x + block.down(x.new_zeros(len(x), 8))
             else:
                 x = block(x)
-        return self.out(self.norm(x)) + beside
+            returned = x if block.odd == "returned" else returned
+        y = self.out(self.norm(x)) + beside
+        return y if returned is None else (y, returned)
 
 
 class Halves(nn.Module):
@@ -73,7 +75,7 @@ class Halves(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{
         f"{odd or 'equal'}{' with norms' * norm}": lambda odd=odd, norm=norm: Stack(odd, norm)  # type: ignore[misc]
-        for odd in ("", "alone", "turned", "mixed", "inside", "read twice")
+        for odd in ("", "alone", "turned", "mixed", "inside", "read twice", "returned")
         for norm in (False, True)
     },
     "halves": Halves,
