@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.figure import Figure
+from sensli.modules.running import fit_threads
 from sensli_lab.errors import NoResults
 from sensli_lab.paper import planning, stacked
 from sensli_lab.paper.datasets import split_spirals
@@ -39,7 +40,7 @@ def _speedup(name: str, bar: float) -> Figure:
     """
     one = plan(planning.find_experiment(name), "stated", RunOptions(epochs_scale=SHARE))
     together, alone = 0.0, 0.0
-    with stacked.one_thread():
+    with fit_threads():
         for settings in one.arms.values():  # the first optimizer and the first step of a process load code
             train_alone(settings, one.seed, 0)
         for turn in range(ROUNDS):

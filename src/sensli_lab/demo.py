@@ -14,6 +14,7 @@ from sensli.cli.terminal import Reach, paint_decision, progress, require_plots
 from sensli.growing import triggers
 from sensli.growing.grower import Grower
 from sensli.modules.flops import count_flops
+from sensli.modules.running import fit_threads
 from sensli.moves.finding import find_sites
 from sensli.page import Curve, Film, page_data, write_page
 from sensli.surgery.history import History
@@ -67,17 +68,12 @@ def demo(out: Path, *, seed: int, as_json: bool = False) -> None:
             f"Two spirals, {len(x)} points. The growing network starts with {HIDDEN} hidden layers of {WIDTH} units; its sites now:"
         )
         print(find_sites(grown.model, x[:1]).explain(), end="\n\n")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tensors this small are many times faster on one thread
-    try:
-        with progress("training", EPOCHS * 3) as reach:
-            _train(baseline, x, y, reach, 0, quiet=as_json)
-            _train(grown, x, y, reach, EPOCHS, quiet=as_json)
-            # from the start as large as the grown one became: a look may have inserted nothing
-            extended = Arm("extended", build_network(HIDDEN + len(grown.history), seed))
-            _train(extended, x, y, reach, 2 * EPOCHS, quiet=as_json)
-    finally:
-        torch.set_num_threads(threads)
+    with fit_threads(), progress("training", EPOCHS * 3) as reach:
+        _train(baseline, x, y, reach, 0, quiet=as_json)
+        _train(grown, x, y, reach, EPOCHS, quiet=as_json)
+        # from the start as large as the grown one became: a look may have inserted nothing
+        extended = Arm("extended", build_network(HIDDEN + len(grown.history), seed))
+        _train(extended, x, y, reach, 2 * EPOCHS, quiet=as_json)
     arms = [baseline, grown, extended]
     results = [_result(arm, x, y, x_test, y_test) for arm in arms]
     rows = [

@@ -511,12 +511,6 @@ def test_a_small_training_takes_one_thread_and_gives_the_others_back() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with fitting.fit_threads(1e6):
-            with fitting.fit_threads(1e6):  # another estimator at the same time
-                assert torch.get_num_threads() == 1
-            assert torch.get_num_threads() == 1
-        with fitting.fit_threads(1e12):
-            assert torch.get_num_threads() == 2
         GrowingRegressor(**{**SMALL, "max_epochs": 2}).fit(*waves(60))
         assert torch.get_num_threads() == 2
     finally:

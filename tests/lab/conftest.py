@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sensli_lab.paper.stacked import one_thread
+from sensli.modules.running import fit_threads
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    with one_thread():
+    with fit_threads():
         yield

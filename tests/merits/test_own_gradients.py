@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracle import gradients
 from sensli import Probe, Site, find_sites, measure
@@ -479,3 +480,42 @@ def test_a_loss_that_fails_on_few_samples_leaves_nothing_in_memory() -> None:
     gc.collect()
     kept = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.grad_fn is not None]
     assert [each for each in kept if each.shape[-1:] == (17,)] == []
+
+
+def rectified() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1)).double()
+
+
+def test_a_pass_that_ends_at_the_place_counts() -> None:
+    """The ReLU before it is asked for what arrives there, and does not hand it on."""
+    model, x = rectified(), data()
+    kept: list[Tensor] = []
+    handle = model[1].register_forward_hook(lambda module, args, output: kept.append(output))
+    sites = find_sites(model, x)
+    with Probe(model, sites, norm="frobenius", ratio=False) as probe:
+        loss = model(x).square().mean()
+        torch.autograd.grad(loss, [kept[-1], *model[2:].parameters()])
+    handle.remove()
+    wanted = measure(model, sites, [(x, x)], lambda out, x: out.square().mean(), norm="frobenius", ratio=False)
+    assert [merit.value for merit in probe.merits()] == [merit.value for merit in wanted]
+    assert min(merit.value for merit in wanted) > 0
+
+
+class Counting(TorchDispatchMode):
+    """How often a gradient is taken through a ReLU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.threshold_backward.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ratio", [True, False])
+def test_what_a_relu_computes_in_its_backward_pass_is_not_computed_again(ratio: bool) -> None:
+    model, x = rectified(), data()
+    sites = find_sites(model, x, what="layers")
+    with Counting() as counting:
+        measure(model, sites, [(x, x)], lambda out, x: out.square().mean(), ratio=ratio)
+    assert counting.count == len(sites) == 2

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -238,31 +236,6 @@ class FoldData:
     @cached_property
     def _whole(self) -> Part:
         return self.part(self.rows, self._shares)
-
-
-LITTLE = 2e8  # operations of a step, below which more threads wait for each other longer than they compute
-_threads = [0, 0]  # how many trainings want one thread now, and how many threads there were before the first of them
-_one_at_a_time = threading.Lock()
-
-
-@contextmanager
-def fit_threads(operations: float) -> Iterator[None]:
-    """Compute with one thread if a step is so small, and afterwards with as many as before."""
-    if operations > LITTLE:
-        yield
-        return
-    with _one_at_a_time:
-        if not _threads[0]:
-            _threads[1] = torch.get_num_threads()
-        _threads[0] += 1
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with _one_at_a_time:
-            _threads[0] -= 1
-            if not _threads[0]:
-                torch.set_num_threads(_threads[1])
 
 
 def train_on(stacked: Stacked, data: FoldData, losses: Samples, batch_size: int) -> float:

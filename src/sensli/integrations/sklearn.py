@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot, softmax
 
 from sensli.integrations import missing_library
-from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, SparseRows, Stacked, fit_threads, train_on
+from sensli.integrations.fitting import Diverged, Fit, FitPlan, FoldData, SparseRows, Stacked, train_on
 from sensli.modules import random_state
-from sensli.modules.running import brief_error
+from sensli.modules.running import brief_error, fit_threads
 from sensli.surgery.history import History
 from sensli.text.progress import progress
 

@@ -42,7 +42,7 @@ from sensli.moves.factors import Factored, Outer, Use, factored_maps, is_moment,
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
 from sensli.moves.roles import CONVOLUTIONS, Geometry, map_of
 from sensli.moves.sites import Gauge, Site, always, as_it_is
-from sensli.moves.trace.graph import leaves
+from sensli.moves.trace.graph import leaves, operation
 
 # ---- What is summed over batches: gradients, and the moments that the natural merit measures them by.
 
@@ -557,6 +557,15 @@ class Catch:
             assert watched.grad_fn is not None
             near = watched.grad_fn.next_functions[0][0]
 
+            def take(cotangent: Tensor) -> None:
+                # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
+                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                    sums = caught(x, self.unscaled(cotangent.detach()), args, kwargs)
+                    catch.add({} if self.idle else sums, self.group)
+                self.caught += 1
+
+            wait = _rectified(x, near, take, self._hooks) if catch.gauge.rectified else take
+
             def back(cotangent: Tensor | None) -> None:
                 if cotangent is None:  # a part of a second derivative that is zero
                     self._waiting.pop(key, None)
@@ -566,11 +575,7 @@ class Catch:
                 if x._version != version:
                     raise _overwritten(catch.site)
                 self._waiting.pop(key, None)
-                # Outside of autocast and in single precision at least: the merit is a sum over all samples and positions.
-                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    sums = caught(x, self.unscaled(cotangent.detach()), args, kwargs)
-                    catch.add({} if self.idle else sums, self.group)
-                self.caught += 1
+                wait(cotangent)
 
             self._hooks.append(watched.register_hook(back))
             # Where a gradient leaves the place of the site.
@@ -695,6 +700,35 @@ class Catch:
                     handle = parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
                     stack.callback(handle.remove)
             yield
+
+
+def _rectified(x: Tensor, near: Any, take: Callable[[Tensor], None], hooks: list[Any]) -> Callable[[Tensor], None]:
+    """Take cotangents with zeros wherever the activation is not positive.
+
+    A ReLU right before the place makes the same of them: where the backward pass comes there anyway, that is waited for.
+    """
+    held: list[Tensor] = []
+    while operation(near) == "View":  # what else is measured at the place
+        near = near.next_functions[0][0]
+    # Of the ReLU itself it would not do to ask: a pass that wants its cotangent alone ends before it.
+    before = near.next_functions[0][0] if operation(near) == "Relu" and type(x) is Tensor else None
+
+    def arrived(cotangent: Tensor) -> None:
+        if before is not None and _asks(before) is not None:
+            held[:] = [cotangent]
+        else:
+            take(torch.ops.aten.threshold_backward(cotangent, x, 0))
+
+    def passed(after: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        if held:
+            mine = held.pop()
+            # Whoever else read the value has added to it, elsewhere: this one is held.
+            here, there = ((each.data_ptr(), each.shape, each.stride()) for each in (mine, given[0]))
+            take(after[0] if here == there else torch.ops.aten.threshold_backward(mine, x, 0))
+
+    if before is not None:
+        hooks.append(near.register_hook(passed))
+    return arrived
 
 
 def _overwritten(site: Site) -> MeasurementError:

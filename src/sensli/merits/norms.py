@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sensli.merits.spectrum import largest_singular_value, peaks, taps
 from sensli.modules import checks
-from sensli.modules.running import to_capable
+from sensli.modules.running import fit_threads, to_capable
 from sensli.moves.factors import Factored
 from sensli.moves.roles import Geometry
 
@@ -187,6 +187,7 @@ def _versions(of: Factored) -> tuple[int, int]:
 
 
 _STEP_WORK = 300  # for each entry of a matrix at one frequency: some ten steps from two starts, forth and back, in complex numbers
+_SELDOM = 5  # most frequencies are ruled out by their bounds, and need no step
 
 
 def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -> float:  # noqa: B008 (frozen)
@@ -220,17 +221,18 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     gradient = to_capable(gradient.detach())
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
-    lowest, highest = torch.aminmax(gradient)
-    largest = max(-lowest.item(), highest.item())
-    if not math.isfinite(largest):
-        return math.nan
-    if not largest:
-        return 0.0
-    if 2**-16 < largest < 2**16:  # fourth powers are far from the ends of float32: no copy
-        return NORMS[norm](gradient, geometry)
-    # A power of two out of the way: no square overflows or vanishes, and no bit of the mantissa moves.
-    scale = math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -120))
-    return NORMS[norm](gradient / scale, geometry) * scale * scale
+    with fit_threads(math.inf if norm in SUMS_OF_SQUARES else operator_work(gradient.shape, geometry) / _SELDOM):
+        lowest, highest = torch.aminmax(gradient)
+        largest = max(-lowest.item(), highest.item())
+        if not math.isfinite(largest):
+            return math.nan
+        if not largest:
+            return 0.0
+        if 2**-16 < largest < 2**16:  # fourth powers are far from the ends of float32: no copy
+            return NORMS[norm](gradient, geometry)
+        # A power of two out of the way: no square overflows or vanishes, and no bit of the mantissa moves.
+        scale = math.ldexp(1.0, max(math.frexp(largest)[1] - 1, -120))
+        return NORMS[norm](gradient / scale, geometry) * scale * scale
 
 
 def choose_norm(norm: str, kinds: Iterable[str]) -> str:

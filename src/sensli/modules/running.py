@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -129,6 +130,29 @@ def device_of(model: nn.Module) -> torch.device | None:
     """The device of the model's first parameter or buffer."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return None if first is None else first.device
+
+
+LITTLE = 2e8  # operations below which threads wait for each other longer than they compute
+_alone: dict[int, int] = {}  # threads that compute alone now; how many there were before the first of them
+_one_at_a_time = threading.Lock()
+
+
+@contextmanager
+def fit_threads(operations: float = 0.0) -> Iterator[None]:
+    """Compute with one thread where there is so little to do, and afterwards with as many as before."""
+    me = threading.get_ident()
+    if operations > LITTLE or me in _alone or not torch.backends.openmp.is_available():
+        yield
+        return
+    with _one_at_a_time:
+        before = torch.get_num_threads()  # asked first: a thread that was not has the number that was set last anywhere
+        _alone[me] = next(iter(_alone.values()), before)
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _one_at_a_time:
+            torch.set_num_threads(_alone.pop(me))
 
 
 def undraw_hooks(module: nn.Module) -> list[Any]:

@@ -54,7 +54,8 @@ class LayerGauge(Gauge):
             next(self._bend.children()).train(self.anchor.training)
         dim = 1 if self.layer.kind == "conv" else x.dim() - 1
         others = [d for d in range(x.dim()) if d != dim]
-        alive = ((x.amin(others) != 0) | (x.amax(others) != 0)).float()
+        # behind a ReLU nothing is negative
+        alive = ((x.amax(others) != 0) | (not self.rectified and x.amin(others) != 0)).float()
         features, g = self.layer.sides(x, cotangent, self._bend)
         gradient = self.layer.weight_gradient(features, g)
         if not self.natural:
@@ -168,6 +169,7 @@ class Layer(Inserts):
             [(site.point, anchor)],
             shape=(1, *site.shape),
             entries=math.prod(self.weight_shape),
+            rectified=self.form == "relu" and not self.leading,
             layer=self,
             anchor=anchor,
         )
@@ -258,17 +260,15 @@ class Layer(Inserts):
     def sides(self, x: Tensor, cotangent: Tensor, bend: nn.Module) -> tuple[Tensor, Tensor]:
         """What the measured weight of a virtual layer at activation ``x`` reads, and what comes back to its output.
 
-        Every form is a linear map of some features of x: relu has ``x`` and ``g [x > 0]``, residual ``s(0.8 x)`` and ``g``, parametric
-        ``x`` and ``g``. ``bend`` is what `features` made: ``s``, with the norm before it where there is one.
+        Every form is a linear map of some features of x: relu has ``x`` and a rectified ``g``, residual ``s(0.8 x)`` and ``g``,
+        parametric ``x`` and ``g``. ``bend`` is what `features` made: ``s``, with the norm before it where there is one.
         """
-        features, g = x, cotangent.to(x.dtype)
+        features = x
         if self.form == "relu" and self.leading:
-            features = x.relu()  # the model's own ReLU after the place has put its zeros into g already
-        elif self.form == "relu":
-            g = torch.ops.aten.threshold_backward(g, x, 0)
+            features = x.relu()  # the model's own ReLU after the place has put its zeros into g
         elif self.form == "residual":
             features = bend(RESIDUAL_SCALE * x)
-        return features, g
+        return features, cotangent.to(x.dtype)
 
     def weight_gradient(self, features: Tensor, g: Tensor) -> Tensor:
         """The gradient of the measured weight, of `weight_shape`, from its `sides`; linear: of shape (..., h), conv: (n, c, *map)."""

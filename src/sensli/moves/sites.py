@@ -168,6 +168,7 @@ class Gauge:
         0  # of all gradients that are summed under names that begin with "gradient": each one a matrix or a kernel
     )
     natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
+    rectified: bool = False  # whether it wants cotangents with zeros wherever the activation is not positive
     # Whether the backward pass in progress is measured: the user's code may take others.
     counts: Callable[[], bool] = field(default=always, repr=False)
     # From a cotangent to the same; the site is refused if the loss depends on it, being a gradient that the user's code takes.

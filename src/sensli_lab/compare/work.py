@@ -9,11 +9,11 @@ from pathlib import Path
 
 from sensli.cli.terminal import progress
 from sensli.errors import SensliError
+from sensli.modules.running import fit_threads
 from sensli.text.files import write_bytes
 from sensli_lab.compare.jobs import Job, Run, RunStore
 from sensli_lab.compare.training import train
 from sensli_lab.errors import FAILED, StoreError, failure
-from sensli_lab.paper.stacked import one_thread
 from sensli_lab.work.workers import HERE, Place, Save, Tell, WorkCall
 
 
@@ -89,7 +89,7 @@ def compute_runs(jobs: Sequence[Job], store: RunStore, folder: Path | None = Non
         return []
     for task in {job.task.name: job.task for job in missing}.values():
         task.load(folder, 0)
-    with place as workers, progress("comparing", sum(job.cost for job in missing)) as reach, one_thread():
+    with place as workers, progress("comparing", sum(job.cost for job in missing)) as reach, fit_threads():
         runs = Runs(missing, store, folder.absolute() if folder else None, workers.cpus or 1, workers.save_every)
         workers.compute(runs, reach)
     return runs.left_out

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from torch.func import stack_module_state
 from torch.nn.functional import one_hot
 
 from sensli.merits.merits import SELECTIONS
+from sensli.modules.running import fit_threads
 from sensli_lab.errors import BadExperiment
 from sensli_lab.paper.datasets import CLASSES, FEATURES, POINTS, split_spirals
 from sensli_lab.paper.engine import SHOWN, Counts, TrainingJob, TrainingOutcome, check_count, check_like, nans, resuming
@@ -401,19 +401,8 @@ def estimate_seconds(settings: Settings, runs: int) -> float:
 
 def train_runs(job: TrainingJob) -> TrainingOutcome:
     """Train the runs of `job` from the start, or from the state it carries."""
-    with one_thread():
+    with fit_threads():  # tensors of a few thousand numbers
         return _Training(job).finish()
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tensors of a few thousand numbers lose more by being shared among threads than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Training:
