@@ -7,7 +7,8 @@ with the process count, and a busy machine changes nothing.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,15 +25,39 @@ MOST = 17  # batches of one with confidence: as many as there are groups, and on
 
 
 def peak(work: Callable[[], Any]) -> tuple[Any, int]:
-    """What comes of some work, and the most bytes that it held beyond what was there before."""
+    """What comes of some work, and the most bytes that it held beyond what was there before.
+
+    What a thread without Python frees, as gloo's do, is not seen. It is taken as freed where something else lies in its place.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         result = work()
-    events: Any = seen.profiler.kineto_results.events()
+    starts: list[int] = []  # of what is held, in order
+    held: dict[int, int] = {}
     now = most = 0
-    for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
-        now += change
+    for _, size, start in sorted(_changes(seen)):
+        at = bisect_left(starts, start)
+        if size < 0:
+            now -= held.pop(start, 0)
+            del starts[at : at + (at < len(starts) and starts[at] == start)]
+            continue
+        at -= at > 0 and starts[at - 1] + held[starts[at - 1]] > start
+        while at < len(starts) and starts[at] < start + size:
+            now -= held.pop(starts.pop(at))
+        starts.insert(at, start)
+        held[start] = size
+        now += size
         most = max(most, now)
     return result, most
+
+
+def _changes(seen: Any) -> Iterator[tuple[int, int, int]]:
+    """When memory was taken or given back, how many bytes, and where."""
+    events = list(seen.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.name == "[memory]":
+            yield event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr
 
 
 def model_memory() -> list[Figure]:

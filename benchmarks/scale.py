@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SKETCH = 256  # rows and columns of what is summed instead of a large gradient
+SAMPLE = 512  # columns of one unit by which units are chosen, about
 CHECK, STEP = 1e6, 4e6  # tokens
 
 
@@ -82,8 +83,28 @@ class Llama:
 
     @property
     def sketches(self) -> int:
-        """The same where sketches are summed, with the random signs that make them."""
-        return 4 * (self.sites * 2 * SKETCH**2 + SKETCH * (2 * self.d + self.f))
+        """The same where sketches are summed, with the random signs that make them, a byte each."""
+        return 4 * self.sites * 2 * SKETCH**2 + SKETCH * (2 * self.d + self.f)
+
+    @property
+    def candidates(self) -> int:
+        """For a quarter more hidden units of every block: one and a half for each that would come."""
+        return 3 * (self.f // 4) // 2
+
+    @property
+    def rows(self) -> int:
+        """What makes the candidates, in both layers of every block, and how large each row is."""
+        return 2 * self.blocks * self.candidates * (self.d + 4)
+
+    @property
+    def whole_columns(self) -> int:
+        """The sums of the gradients of the columns that would read the candidates, and how alike these are."""
+        return 4 * self.candidates * (self.blocks * self.d + self.candidates)
+
+    @property
+    def mixtures(self) -> int:
+        """The same where mixtures are summed, with a sample of the columns and the random signs that make the mixtures."""
+        return 4 * self.candidates * (SKETCH + SAMPLE + self.candidates) + SKETCH * self.blocks * self.d
 
     @property
     def new_block(self) -> int:
@@ -110,7 +131,10 @@ CHECKS: list[Row] = [
     ("the same in watched steps: added", "W / (4 · 3 F)", lambda m: share(m.twins * CHECK, m)),
     ("weights", "4 P", lambda m: size(m.weights)),
     ("gradients of all twins, held whole", "4 (L + 1) (d² + d f)", lambda m: size(m.whole_gradients)),
-    ("the same as sketches", "4 (2 · 256² (L + 1) + 256 (2 d + f))", lambda m: size(m.sketches)),
+    ("the same as sketches", "8 · 256² (L + 1) + 256 (2 d + f)", lambda m: size(m.sketches)),
+    ("f / 4 more hidden units: rows of c = 3 f / 8 candidates", "2 L c (d + 4)", lambda m: size(m.rows)),
+    ("gradients of their columns, held whole", "4 c (L d + c)", lambda m: size(m.whole_columns)),
+    ("the same as mixtures", "4 c (256 + 512 + c) + 256 L d", lambda m: size(m.mixtures)),
 ]
 GROWTHS: list[Row] = [
     ("FLOPs", "0", lambda m: "0"),

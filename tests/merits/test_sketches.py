@@ -16,6 +16,7 @@ from sensli import find_sites, measure
 from sensli.merits import norms
 from sensli.merits.confidence import Estimate, is_clear
 from sensli.merits.norms import Sketcher
+from sensli.moves.width.gauge import candidates
 from tests.helpers.memory import peak
 
 
@@ -101,6 +102,92 @@ def test_with_confidence_the_groups_are_sketches_too(monkeypatch: pytest.MonkeyP
     assert found.spread > 0 and str(found.best.site) in _order(exact)[:2]
     for merit, true in zip(found, exact, strict=True):
         assert merit.ratio is not None and true.ratio is not None and 0.3 < merit.ratio / true.ratio < 3
+
+
+@pytest.mark.parametrize("rank", [1, 64])
+def test_mixtures_of_columns_keep_the_length_of_each_row(rank: int) -> None:
+    """They add up over readers, and are right in the mean for any choice of rows."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    readers = [draw(60, rank) @ draw(rank, 300) for _ in range(3)]
+    some = list(range(0, 60, 2))
+    exact = float(torch.cat(readers, 1)[some].square().sum())
+    found, told = [], []
+    for seed in range(60):
+        sketcher = Sketcher(64, seed)
+        mixed = sum((sketcher.mix(index, each) for index, each in enumerate(readers)), torch.zeros(60, 64))
+        found.append(float(mixed[some].square().sum()) / exact)
+        told.append(sketcher.spread(mixed))
+    mean, predicted = sum(found) / 60, sum(told) / 60
+    spread = math.sqrt(sum((each - mean) ** 2 for each in found) / 59)
+    assert abs(mean - 1) < 4 * predicted / math.sqrt(60)
+    assert 0.5 * predicted < spread < 1.5 * predicted
+
+
+@pytest.fixture(scope="module")
+def widths() -> tuple[nn.Module, Any, list[dict[str, Tensor]]]:
+    """A Llama in double precision, units for all eight blocks at once, and batches."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=8, vocab_size=40, num_attention_heads=4,
+    )  # fmt: skip
+    model: nn.Module = hf.LlamaForCausalLM(config).double()
+    ids = torch.randint(0, 40, (24, 4, 12), generator=torch.Generator().manual_seed(1))
+    sites = [site for site in find_sites(model, {"input_ids": ids[0]}, what="units") if ".mlp." in site.path]
+    assert len(sites) == 1
+    return model, sites, [{"input_ids": each, "labels": each} for each in ids]
+
+
+@pytest.mark.library
+def test_new_units_are_worth_what_their_mixtures_say(widths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sites, batches = widths
+    [exact] = measure(model, sites, batches)
+    monkeypatch.setattr(norms, "ROOM", 1000)
+    found, whole = measure(model, sites, batches), measure(model, sites, batches, exact=True)
+    assert 0 < found.spread < 0.2 and whole.spread == 0.0
+    assert found[0].value != whole[0].value and abs(found[0].value / whole[0].value - 1) < 3 * found.spread
+    assert abs(whole[0].value / exact.value - 1) < 0.02  # their rows are rounded, which is nothing to random rows
+    # the units that were chosen by a sample of the columns are nearly the best ones, and their rows are those that were measured
+    [taken] = measure(model, found, batches, exact=True)
+    assert 0.97 * whole[0].value < taken.value < 1.01 * whole[0].value
+    assert abs(found[0].value / taken.value - 1) < 3 * found.spread
+    [again] = measure(model, whole, batches, exact=True)
+    assert again.value == pytest.approx(whole[0].value, rel=1e-9)
+
+
+@pytest.mark.library
+def test_with_confidence_new_units_lose_their_noise_by_mixtures_too(
+    widths: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sites, batches = widths
+    exact = measure(model, sites, batches, confidence=0.99, ratio=False)
+    [noisy] = measure(model, sites, batches[: exact.batches], ratio=False)
+    assert exact[0].value < 0.8 * noisy.value
+    monkeypatch.setattr(norms, "ROOM", 1000)
+    found = measure(model, sites, batches, confidence=0.99, ratio=False)
+    assert 0 < found.spread < 0.2 and found.batches == exact.batches
+    assert abs(found[0].value - exact[0].value) < 2 * found.spread * noisy.value  # noise is known as well as the rest
+
+
+def test_rounded_rows_are_nearly_what_they_were_and_take_a_quarter() -> None:
+    model = nn.Sequential(nn.Linear(16, 400), nn.Tanh(), nn.Linear(400, 3))
+    [site] = find_sites(model, torch.randn(4, 16), what="units")
+    width = site.move.in_model(model)  # type: ignore[attr-defined]
+    before = candidates(width)
+    before.values[0][5] = 0.0  # type: ignore[index]
+    after = before.rounded(width)
+    for index, axis in enumerate(width.axes):
+        row, rounded, held = before.along(index, axis), after.along(index, axis), after.values[index]
+        if row is None or row.dim() < 2:
+            assert rounded is row
+            continue
+        assert rounded is not None and held is not None and held.element_size() == 1
+        assert rounded.dtype == row.dtype and (row - rounded).norm() < 0.01 * row.norm() and not rounded[5].any()
+        taken = after.taken(width, [3, 5])
+        assert taken.is_held and torch.equal(taken.values[index], rounded[[3, 5]])  # type: ignore[arg-type]
+    assert after.count(width) == before.count(width) and before.is_held and not after.is_held
 
 
 def test_what_sketches_leave_open_is_not_called_clear() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.scale import CHECKPOINTS, CHECKS, GROWTHS, SKETCH, Llama, table
-from sensli import Probe, Sites, count_flops, find_sites, grow, measure, save_checkpoint
+from sensli import Probe, Site, Sites, count_flops, find_sites, grow, measure, save_checkpoint
 from sensli.merits import norms
 from sensli.merits.catching import Catch
+from sensli.merits.measuring import look_ahead
+from sensli.modules.engines.distributed import Together
 from sensli.modules.flops import FlopCounter
+from sensli.modules.running import untouched
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "at-scale.md"
 SIZES = [Llama(64, 160, 3, 50, 32, 16), Llama(512, 1024, 2, 80, 256, 24)]
@@ -75,9 +79,30 @@ def test_bytes_are_those_of_the_formulas(size: Llama, monkeypatch: pytest.Monkey
         assert held(model, sites, batch) == size.sketches
 
 
-def held(model: nn.Module, sites: Sites, batch: Any) -> int:
-    """Bytes of what is summed at all sites, and of what makes sketches of it."""
+@pytest.mark.library
+def test_candidates_of_widths_take_what_the_formulas_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = SIZES[1]
+    model, batch, _ = found(size)
+    [width] = [s for s in find_sites(model, {"input_ids": batch["input_ids"]}, what="units") if ".mlp." in s.path]
+    assert held(model, [width], batch) == size.whole_columns
+    monkeypatch.setattr(norms, "ROOM", 0)
+    assert held(model, [width], batch) == size.mixtures
+    catch = seen(model, [width], batch)
+    values = catch.sites[0].site.move._entries  # type: ignore[attr-defined]
+    assert sum(value.nbytes for value in (*values.values, *values.grains) if value is not None) == size.rows
+
+
+def seen(model: nn.Module, sites: Sequence[Site], batch: Any) -> Catch:
+    """Made for a measurement that a few samples have passed before."""
     catch = Catch(model, sites, weights=False, sketched=True)
+    with untouched(model):
+        look_ahead(Together(None, "look"), model, catch, batch, 1, None)
+    return catch
+
+
+def held(model: nn.Module, sites: Sequence[Site], batch: Any) -> int:
+    """Bytes of what is summed at all sites, and of what makes sketches of it."""
+    catch = seen(model, sites, batch)
     with catch.hooked():
         model(**batch).loss.backward()
         catch.forget_pass()

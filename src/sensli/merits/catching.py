@@ -41,7 +41,7 @@ from sensli.modules.wrappers import own_modules, run_eagerly
 from sensli.moves.factors import Factored, Outer, Use, factored_maps, is_moment, mirror_moment, watch_uses
 from sensli.moves.point import Point, Watch, handed_on, is_transformed, is_transformed_from, tap
 from sensli.moves.roles import CONVOLUTIONS, Geometry, map_of
-from sensli.moves.sites import Gauge, Site, always, as_it_is
+from sensli.moves.sites import MIXED, Gauge, Site, always, as_it_is
 from sensli.moves.trace.graph import leaves, operation
 
 # ---- What is summed over batches: gradients, and the moments that the natural merit measures them by.
@@ -129,6 +129,10 @@ class Catches:
         """Begin once more."""
         self.sums = {}
 
+    def sketch_by(self, sketcher: Sketcher | None) -> None:
+        """Sum sketches where gradients are large; None: gradients themselves."""
+        self.sketcher = sketcher
+
     def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
         """One pass."""
         for name, value in values.items():
@@ -137,10 +141,13 @@ class Catches:
                 self.sketched.add(name)
             held: Any = self.sums.get(name)
             if held is None:
-                # Gradients without one group of batches are measured by the moments of all.
-                held = MomentSum() if isinstance(value, Outer) else Sum(1 if is_moment(name) else self._groups)
+                held = MomentSum() if isinstance(value, Outer) else Sum(self._groups_of(name))
                 self.sums[name] = held
             held.add(value, group)
+
+    def _groups_of(self, name: str) -> int:
+        # Gradients without one group of batches are measured by the moments of all.
+        return 1 if is_moment(name) else self._groups
 
     def totals(self, without: int | None = None) -> dict[str, Tensor]:
         """The sums over all batches, or over all but one group."""
@@ -168,7 +175,8 @@ class Catches:
         if self.sketcher is None or not self.sketched:
             return 0.0
         totals = self.totals()
-        known = {name: float(total.square().sum()) for name, total in totals.items() if name.startswith("gradient")}
+        norms = {name: total for name, total in totals.items() if name in self.sketched or name.startswith("gradient")}
+        known = {name: float(total.square().sum()) for name, total in norms.items()}
         off = [known[name] * self.sketcher.spread(totals[name]) for name in self.sketched if name in known]
         return math.hypot(*off) / max(sum(known.values()), math.ulp(0.0))
 
@@ -189,6 +197,16 @@ class SiteCatch(Catches):
             )
         self.gauge.natural = natural
         self.shape = self.gauge.shape
+
+    def sketch_by(self, sketcher: Sketcher | None) -> None:
+        super().sketch_by(sketcher)
+        if sketcher is not None and sketcher.can_mix(self.gauge.columns):
+            self.gauge.mix = sketcher.mix
+            self.sketched.add(MIXED)
+
+    def _groups_of(self, name: str) -> int:
+        # What mixtures stand for has no groups: which units are taken is chosen once, by all batches.
+        return 1 if self.gauge.mix is not None and name != MIXED else super()._groups_of(name)
 
     def add(self, values: Mapping[str, Tensor | Outer], group: int) -> None:
         super().add(values, group)
@@ -477,7 +495,7 @@ class Catch:
         entries += sum(3 * weight.parameter.numel() for weight in self.weights if groups > 1)
         self.sketcher = sketcher_for(entries, groups > 1) if sketched else None
         for each in large:
-            each.sketcher = self.sketcher
+            each.sketch_by(self.sketcher)
         self.group = 0
         self.keeps_activations = False
         self.watched: list[Tensor] = []  # activations at the sites in the current pass, if they are kept

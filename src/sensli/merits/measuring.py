@@ -28,7 +28,7 @@ from sensli.merits.catching import (
 )
 from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weights, next_look, value_of
 from sensli.merits.merits import Merit, Merits, as_sites
-from sensli.merits.norms import NATURAL, SKETCHABLE, choose_norm, operator_work
+from sensli.merits.norms import NATURAL, SKETCHABLE, choose_norm, is_beyond_room, operator_work
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.engines.fsdp import check_sharded, forget_pass, is_synchronised, measured_passes, unsharded_copy
@@ -78,10 +78,12 @@ def look_ahead(
         found = _seen(model, catch, wanting, first_of_batch(first, max(least, samples // SHARE)), loss_fn)
     found = None if catch.idle else found
     shared = of_the_first(together, found, device_of(model))
+    entries = sum(value.numel() for sums in shared or () for value in sums.values())
     for (index, gauge), sums in zip(wanting, shared or (), strict=shared is not None):
+        gauge.compact = is_beyond_room(entries)
         site = gauge.settled(catch.sites[index].site, sums)
         catch.sites[index] = again = SiteCatch(site, catch.groups, model, catch.natural)
-        again.sketcher = catch.sketcher
+        again.sketch_by(catch.sketcher)
 
 
 def _seen(

@@ -19,6 +19,9 @@ from sensli.moves.roles import Geometry
 #
 # With A and B matrices of random signs, ``A G B^T`` has the squared Frobenius norm of G in the mean. It is linear in G,
 # so that batches, processes and groups of batches add up before any norm is taken. For other norms there is none.
+#
+# Of candidates for new units some are chosen, so each keeps a row: the columns of all that would read it are mixed into
+# a few by random signs. Their squared norm is that of the columns in the mean.
 
 
 ROOM = 2**23  # entries of all sums of a measurement together that are held as they are
@@ -31,7 +34,7 @@ class Sketcher:
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self.size, self._seed = size, seed
-        self._signs: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
+        self._signs: dict[tuple[int, int, torch.device], Tensor] = {}  # as bytes, which take a quarter
 
     def takes(self, value: Any) -> TypeGuard[Tensor]:
         """Whether this is a gradient, and a sketch of it much smaller."""
@@ -46,6 +49,14 @@ class Sketcher:
             found = found @ self._projection(found.shape[1], 1, found).T
         return found
 
+    def can_mix(self, columns: int) -> bool:
+        """Whether mixtures of so many columns are much smaller."""
+        return columns >= 4 * self.size
+
+    def mix(self, index: int, columns: Tensor) -> Tensor:
+        """Of [units, columns of one] a few mixtures of the columns; those of several readers, by their number, add up."""
+        return columns @ self._projection(columns.shape[1], 2 + index, columns).T
+
     def spread(self, sketch: Tensor) -> float:
         """About how far the squared norm of a sketch is off, relative to that of the gradient: one standard deviation.
 
@@ -59,18 +70,23 @@ class Sketcher:
 
     def _projection(self, length: int, side: int, like: Tensor) -> Tensor:
         """The same for all gradients with a side of this length, on all processes."""
-        key = length, side, like.device, like.dtype
+        key = length, side, like.device
         if key not in self._signs:
             generator = torch.Generator().manual_seed(2 * (1_000_003 * self._seed + length) + side)
             shape, device = (self.size, length), generator.device
             bits = torch.randint(0, 2, shape, generator=generator, device=device, dtype=torch.int8)
-            self._signs[key] = (bits * 2 - 1).to(like) / math.sqrt(self.size)
-        return self._signs[key]
+            self._signs[key] = (bits * 2 - 1).to(like.device)
+        return self._signs[key].to(like.dtype) / math.sqrt(self.size)
+
+
+def is_beyond_room(entries: int) -> bool:
+    """Whether so many entries in all are too many to be held as they are."""
+    return entries > ROOM
 
 
 def sketcher_for(entries: int, groups: bool) -> Sketcher | None:
     """For sums of so many entries in all, with ``groups`` of batches or without; None where they are held as they are."""
-    if entries <= ROOM:
+    if not is_beyond_room(entries):
         return None
     return Sketcher(128 if groups else 256)  # of groups there are many, and all have the same error
 

@@ -144,6 +144,9 @@ def always() -> bool:
     return True
 
 
+MIXED = "mixed"  # the sum of mixtures of columns
+
+
 def as_it_is(cotangent: Tensor) -> Tensor:
     """A cotangent that nobody marks."""
     return cotangent
@@ -167,6 +170,11 @@ class Gauge:
     entries: int = (
         0  # of all gradients that are summed under names that begin with "gradient": each one a matrix or a kernel
     )
+    # Of the gradients of one unit, where those of single units are summed under "columns" and some of the units are taken.
+    columns: int = 0
+    # From the number of a reader and such columns to mixtures of them, whose sums over the readers stand for their norm; None
+    # where the columns themselves are summed.
+    mix: Callable[[int, Tensor], Tensor] | None = field(default=None, repr=False)
     natural: bool = False  # whether the moments of the natural merit are wanted, with the gradients as matrices
     rectified: bool = False  # whether it wants cotangents with zeros wherever the activation is not positive
     # Whether the backward pass in progress is measured: the user's code may take others.
@@ -220,6 +228,8 @@ class Gauge:
 
 class Ahead(Gauge):
     """Sees a few samples before a measurement. Its `settled` makes of what was `found` the site that is measured."""
+
+    compact: bool = False  # whether what is measured should take little memory: there is much of it
 
     def found(self) -> dict[str, Tensor]:
         """What came of the samples; of several processes one decides for all."""

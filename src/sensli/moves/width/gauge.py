@@ -19,7 +19,7 @@ from sensli.modules.wrappers import is_sharded
 from sensli.moves.factors import Factored, Outer, sums_of
 from sensli.moves.point import Point, Ref
 from sensli.moves.roles import Geometry, map_of
-from sensli.moves.sites import Caught, Gauge
+from sensli.moves.sites import MIXED, Caught, Gauge
 from sensli.moves.width.replica import ReaderCall, Replica
 from sensli.moves.width.width import Axis, Entries, Width, by_unit, existing_entries
 
@@ -49,6 +49,7 @@ def chosen_part(sums: Mapping[str, Tensor], index: int, chosen: list[int], axis:
     return Factored(gradient, inputs[:, kept][:, :, kept], outputs, counts)
 
 
+_SAMPLE = 512  # columns of one unit by which candidates are chosen where not all are held
 _ROUNDS = 8  # in which candidates are chosen
 _SAMPLES = 8  # values of each candidate, for each candidate: more do not tell better how alike two of them are
 _COLUMNS = 4  # of each candidate, for each candidate: as many tell which gradients are large (a flattened channel has thousands)
@@ -126,10 +127,8 @@ class ReaderGauge(Gauge):
         rows = len(next(total for key, total in sums.items() if key.startswith(name)))
         found = []
         for index, axis in enumerate(self._readers):
-            shape = getattr(axis.module.find_module(), axis.name).shape
-            columns = math.prod(shape) // shape[axis.dim] * axis.outer * axis.inner
             held = sums.get(f"{name}{index}")
-            found.append(next(iter(sums.values())).new_zeros(rows, columns) if held is None else held)
+            found.append(next(iter(sums.values())).new_zeros(rows, _columns_of(axis)) if held is None else held)
         return found
 
     def _likeness(self, index: int, read: Tensor) -> Tensor:
@@ -150,6 +149,8 @@ class ColumnGauge(ReaderGauge):
 
     def __init__(self, width: Width, candidates: Callable[[], Entries]) -> None:
         super().__init__(width)
+        self.columns = sum(map(_columns_of, self._readers))
+        self.entries = 2 * width.more * self.columns  # at most: candidates are counted when they are made
         self._made = candidates  # only if they are needed
         # What was chosen by last, which is held so that no other tensor gets its number; and what was chosen.
         self._known: tuple[list[tuple[int, int]], list[Tensor], list[int]] | None = None
@@ -166,7 +167,14 @@ class ColumnGauge(ReaderGauge):
         return self._entries
 
     def _sums(self, index: int, read: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        sums = {f"columns{index}": self._columns(index, read, cotangent)}
+        columns = self._columns(index, read, cotangent)
+        if self.mix is None:
+            sums = {f"columns{index}": columns}
+        else:  # a sample of the columns tells which candidates to take, and mixtures of all of them what they are worth
+            sums = {
+                f"columns{index}": columns[:, :: max(1, self.columns // _SAMPLE)].clone(),
+                MIXED: self.mix(index, columns),
+            }
         if self._chooses:
             sums["likeness"] = self._likeness(index, read)
         if self.natural:
@@ -175,7 +183,8 @@ class ColumnGauge(ReaderGauge):
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         chosen = self._chosen(sums)
-        return [(columns[chosen], Geometry()) for columns in self._summed(sums, "columns")]
+        found = [sums[MIXED]] if MIXED in sums else self._summed(sums, "columns")
+        return [(columns[chosen], Geometry()) for columns in found]
 
     def factored(self, sums: Mapping[str, Tensor]) -> list[Factored]:
         readers = [(index, axis) for index, axis in enumerate(self._readers) if f"columns{index}" in sums]
@@ -245,6 +254,12 @@ def _basis(products: Tensor, least: float) -> Tensor:
             found: Tensor = torch.linalg.solve_triangular(factor, one, upper=False)
             return found
         least *= 100
+
+
+def _columns_of(axis: Axis) -> int:
+    """How many entries of a reader belong to one unit."""
+    shape = axis.tensor.shape
+    return math.prod(shape) // shape[axis.dim] * axis.outer * axis.inner
 
 
 def _after(axis: Axis, model: nn.Module) -> tuple[Point, nn.Module]:

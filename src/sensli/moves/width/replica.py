@@ -172,7 +172,7 @@ class Passed:
 
 
 class _Rows:
-    """The rows of all candidates that one layer makes: put together once, or where they are many times one row, whenever it runs."""
+    """The rows of all candidates that one layer makes: put together once, or where they are not held as they are, whenever it runs."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -188,7 +188,7 @@ class _Rows:
             return self._made
         weight, bias = (self._together(name) for name in self._parts)
         assert weight is not None
-        if all(entries.sizes is None for entries, _, _ in self._parts["weight"]):
+        if all(entries.is_held for entries, _, _ in self._parts["weight"]):
             self._made = weight, bias
         return weight, bias
 

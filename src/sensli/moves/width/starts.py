@@ -141,6 +141,7 @@ class FittingGauge(Ahead):
         """The site with candidates for its units."""
         assert isinstance(site.move, Width)
         entries = Entries(tuple(sums.get(str(index)) for index in range(len(site.move.axes))))
+        entries = entries.rounded(site.move) if self.compact else entries
         return replace(site, move=replace(site.move, _entries=entries))
 
     def _can_point(self, seen: Mapping[str, Any]) -> bool:
@@ -412,6 +413,10 @@ class Net2NetStart(Start):
 
 class CopyGauge(ColumnGauge):
     """The gradients of the columns of copies."""
+
+    def __init__(self, width: Width, candidates: Callable[[], Entries]) -> None:
+        super().__init__(width, candidates)
+        self.columns = self.entries = 0  # columns are copied too, so that each is needed
 
     def gradients(self, sums: Mapping[str, Tensor], shape: tuple[int, ...]) -> list[tuple[Tensor, Geometry]]:
         found = []
