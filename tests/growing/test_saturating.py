@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from models import fnn, labels, points
 from sensli import Grower, load_checkpoint, save_checkpoint, triggers
-from sensli.growing.triggers import Saturating, Trigger, TriggerContext
+from sensli.growing.saturating import Saturating
+from sensli.growing.triggers import Trigger, TriggerContext
 
 
 def firing(trigger: Trigger, metrics: Sequence[float], *, grows: bool = False, first: int = 1) -> list[int]:

@@ -89,11 +89,15 @@ def test_triggers_and_norms_are_modules_of_the_package() -> None:
     import sensli
     import sensli.norms
     import sensli.triggers
-    from sensli.growing import triggers
+    from sensli.growing import saturating, triggers
     from sensli.merits import norms
     from sensli.triggers import Pays
 
-    assert sensli.triggers.__all__ == triggers.__all__ and Pays is triggers.Pays is sensli.triggers.Pays
+    assert (
+        set(sensli.triggers.__all__) == {*triggers.__all__, "Saturating"}
+        and Pays is triggers.Pays is sensli.triggers.Pays
+    )
+    assert sensli.triggers.Saturating is saturating.Saturating
     assert {name: getattr(sensli.triggers, name) for name in triggers.__all__} == {
         name: getattr(triggers, name) for name in triggers.__all__
     }
@@ -101,7 +105,7 @@ def test_triggers_and_norms_are_modules_of_the_package() -> None:
     text = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
     for name in re.findall(r"^::: sensli\.(triggers|norms)\.(\w+)$", text, re.M):
         assert hasattr(getattr(sensli, name[0]), name[1]), name
-    assert set(re.findall(r"^::: sensli\.triggers\.(\w+)$", text, re.M)) == set(triggers.__all__)
+    assert set(re.findall(r"^::: sensli\.triggers\.(\w+)$", text, re.M)) == set(sensli.triggers.__all__)
 
 
 def test_contributing_shows_the_rooms_as_they_are() -> None:

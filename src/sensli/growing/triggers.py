@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sensli.growing.curves import LearningCurve
 from sensli.merits.merits import Merit
 from sensli.modules import checks
 from sensli.moves.sites import Site
@@ -245,7 +244,7 @@ class Pays(Trigger):
     `payoff`, is above 1. The merit of a new weight is largest before its first step, while its FLOPs are there to stay: hence the factor.
 
     After a look in vain it waits twice as many calls as before, until the next growth. It says nothing about a network that has learnt
-    what it can, whose G is small: ``Pays() | Diminishing()`` grows in both cases. It needs merits with a `share`, as ``strategy="sensli"``
+    what it can, whose G is small: ``Pays() | Diminishing()`` fires in both cases. It needs merits with a `share`, as ``strategy="sensli"``
     measures them.
 
     Args:
@@ -294,7 +293,7 @@ class Pays(Trigger):
         return {"waited": self._waited, "vain": self._vain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not _matches(state, {"waited": _count, "vain": _doublings}):
+        if not is_form(state, {"waited": is_count, "vain": is_doublings}):
             raise ValueError(f"{self!r} needs two counts, waited and vain, got {state!r}.")
         self._waited, self._vain = state["waited"], state["vain"]
 
@@ -388,7 +387,7 @@ class Diminishing(Trigger):
         return {name: getattr(self, f"_{name}") for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not _matches(state, _STATE):
+        if not is_form(state, _STATE):
             raise ValueError(f"{self!r} needs FLOPs, pairs of FLOPs and values, and two counts, got {state!r}.")
         for name in _STATE:
             setattr(self, f"_{name}", state[name])
@@ -401,137 +400,92 @@ def _slope(one: list[float], other: list[float]) -> float:
     return (other[1] - one[1]) / (other[0] - one[0]) if other[0] != one[0] else 0.0
 
 
-def _number(value: Any) -> bool:
+def is_finite_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _point(value: Any, size: int = 2) -> bool:
-    return isinstance(value, list) and len(value) == size and all(map(_number, value))
+def is_point(value: Any, size: int = 2) -> bool:
+    return isinstance(value, list) and len(value) == size and all(map(is_finite_number, value))
 
 
-def _count(value: Any, least: int = 0) -> bool:
+def is_count(value: Any, least: int = 0) -> bool:
     return type(value) is int and value >= least
 
 
-def _doublings(value: Any) -> bool:
-    return _count(value) and value < 64
+def is_doublings(value: Any) -> bool:
+    return is_count(value) and value < 64
 
 
-_Form = dict[str, Callable[[Any], bool]]  # what is saved, and what it must look like
-_STATE: _Form = {
-    "spent": _number,
-    "first": lambda value: value is None or _point(value),
-    "recent": lambda value: isinstance(value, list) and all(map(_point, value)),
-    "waited": _count,
-    "declined": _doublings,
+SavedForm = dict[str, Callable[[Any], bool]]  # what is saved, and what it must look like
+_STATE: SavedForm = {
+    "spent": is_finite_number,
+    "first": lambda value: value is None or is_point(value),
+    "recent": lambda value: isinstance(value, list) and all(map(is_point, value)),
+    "waited": is_count,
+    "declined": is_doublings,
 }
 
 
-def _matches(state: dict[str, Any], form: _Form) -> bool:
+def is_form(state: dict[str, Any], form: SavedForm) -> bool:
     return set(state) == set(form) and all(fine(state[name]) for name, fine in form.items())
 
 
-# ---- `Saturating`: look when little is left to win for a network of this size.
+# ---- `Spaced`: growths apart from each other, by the compute that they need to pay.
 
 
-class Saturating(Trigger):
-    """Fires when the network has nearly learnt what it can: ``Saturating(0.25)``.
+class Spaced(Trigger):
+    """Keeps growths apart: ``Pays() & Spaced()``. Fires once the training has taken enough FLOPs for a network of this size.
 
-    The loss of a network of one size falls as c + B t^-b, with t the calls of training. The law is fitted to the metrics since the
-    last growth. It fires when what training can still win, B t^-b, is probably less than a share of c, which remains in the end.
-    Then a larger network, which would end some percent of c lower, falls faster per FLOP from the same loss.
-
-    A loss that goes to zero, and a metric that rises, never fire it. After a growth, values count once the metric is back where it
-    was, and it waits for ``apart`` times as many calls as there were before: the best size doubles when the compute quadruples or so.
-    Each look in a row without a growth doubles the number of calls until the next. Each call is taken to train on as many samples, at
-    about the same learning rate.
+    The best size of a network grows like the root of the compute. So after a growth that made a step k times as expensive it waits until
+    the training has taken k^2 times the FLOPs that it had taken by then. Until the first growth it always fires. Each call is taken to
+    train on as many samples; the FLOPs of a call are those of the model as it is.
 
     Args:
-        share: The share of c (default: 0.25).
-        calls: The least number of calls with a metric that a fit needs, and the least number of calls between two looks (default: 8).
-        apart: After a growth it waits for this many times the calls before it (default: 2.0).
+        power: Of k (default: 2.0). 0 does not wait.
     """
 
-    def __init__(self, share: float = 0.25, *, calls: int = 8, apart: float = 2.0) -> None:
-        self.share = checks.share("share", share, 0.25)
-        self.calls = checks.whole("calls", calls, 8, least=5)
-        self.apart = checks.at_least("apart", apart, 0, 2.0)
-        self._begun = 0  # calls before the last growth
-        self._time = 0  # calls since then
-        self._curve = LearningCurve()
-        self._level: float | None = None  # to which the metric must come back after a growth
-        self._waited = 0  # calls since the last look
-        self._vain = 0  # looks in a row without a growth
-
-    @property
-    def needs_metric(self) -> bool:
-        return True
+    def __init__(self, power: float = 2.0) -> None:
+        self.power = checks.at_least("power", power, 0, 2.0)
+        self._spent = 0.0  # FLOPs of one sample, over all calls
+        self._grown = 0.0  # what was spent at the last growth
+        self._due = 0.0  # what must have been spent for the next
+        self._flops = 0.0  # of the last call
 
     def fires(self, context: TriggerContext) -> bool:
-        if context.metric is None:
-            raise ValueError("Saturating needs a metric: call grower.step(loader, loss_fn, metric=loss).")
-        self._time += 1
-        self._waited += 1
-        now = self._time - 0.5  # a mean over the call
-        if context.metric < 0:
-            warnings.warn(
-                "Saturating needs a loss whose least value is 0, and the metric is negative: it does not fire. Use Diminishing instead.",
-                stacklevel=2,
-            )
-            return False
-        if context.metric < 1e300:  # a number, and one whose sums are numbers
-            if self._level is not None and context.metric <= self._level:
-                self._level = None
-            if self._level is None:
-                self._curve.add(now, context.metric)
-        waits = self._waited < self.calls * (1 << max(self._vain - 1, 0)) or self._time < self.apart * self._begun
-        if self._curve.count < self.calls or waits:
-            return False
-        return self._curve.saturation(now, self.share, self._begun) >= _LIKELY
+        now = float(context.sizes["flops"])
+        if 0 < self._flops < now:
+            # Several growths at one call, or some by hand, add up.
+            self._due = max(self._grown, self._due) * (now / self._flops) ** self.power
+        self._flops = now
+        self._spent += now
+        return self._spent >= self._due
 
-    def looked(self) -> None:
-        self._waited, self._vain = 0, min(self._vain + 1, 63)  # no training is longer
+    def may_fire(self, context: TriggerContext) -> bool:
+        return copy.copy(self).fires(context)
 
     def grown(self) -> None:
-        self._level = self._curve.level if self._level is None else self._level
-        self._begun, self._time, self._curve = self._begun + self._time, 0, LearningCurve()
-        self._waited = self._vain = 0
+        self._grown = self._spent
 
     def state_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, f"_{name}") for name in _SATURATING if name not in ("points", "width")}
-        return own | {"points": [list(point) for point in self._curve.points], "width": self._curve.width}
+        return {name: getattr(self, f"_{name}") for name in _SPACED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not _matches(state, _SATURATING):
-            raise ValueError(f"{self!r} needs counts, a level, and sums of times and values, got {state!r}.")
-        self._curve = LearningCurve(state["points"], state["width"])
-        for name in set(_SATURATING) - {"points", "width"}:
+        if not is_form(state, _SPACED):
+            raise ValueError(f"{self!r} needs four counts of FLOPs, got {state!r}.")
+        for name in _SPACED:
             setattr(self, f"_{name}", state[name])
 
     def __repr__(self) -> str:
-        return f"Saturating({self.share:g}, calls={self.calls}, apart={self.apart:g})"
+        return f"Spaced({self.power:g})" if self.power != 2 else "Spaced()"
 
 
-_LIKELY = 2 / 3  # at least twice as likely as not
-_SATURATING: _Form = {
-    "begun": _count,
-    "time": _count,
-    "level": lambda value: value is None or (_number(value) and value >= 0),
-    "waited": _count,
-    "vain": _doublings,
-    "points": lambda value: (
-        isinstance(value, list)
-        and len(value) <= LearningCurve.MOST
-        and all(_point(point, 3) and min(point) >= 0 and point[2] >= 1 for point in value)
-    ),
-    "width": lambda value: _count(value, 1),
-}
+_SPACED: SavedForm = dict.fromkeys(("spent", "grown", "due", "flops"), is_finite_number)
 
 
 # ---- When to look for a new layer. A trigger is a small object with one question; combine triggers with ``&`` and ``|``.
 
 
-__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Saturating", "Trigger", "TriggerContext"]
+__all__ = ["At", "Diminishing", "Every", "Limit", "Pays", "Plateau", "Spaced", "Trigger", "TriggerContext"]
 
 
 class At(Trigger):
@@ -626,7 +580,7 @@ class Plateau(Trigger):
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not _matches(state, {"best": lambda value: value is None or _number(value), "waited": _count}):
+        if not is_form(state, {"best": lambda value: value is None or is_finite_number(value), "waited": is_count}):
             raise ValueError(f"{self!r} needs a number or None as best and a count as waited, got {state!r}.")
         self.best, self.waited = state["best"], state["waited"]
 
@@ -713,6 +667,6 @@ class Limit(Trigger):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         first = state.get("first")
-        if set(state) != set(self.state_dict()) or not (first is None or _count(first)):
+        if set(state) != set(self.state_dict()) or not (first is None or is_count(first)):
             raise ValueError(f"{self!r} needs the number of parameters at the first call, got {state!r}.")
         self._first = first
