@@ -33,14 +33,18 @@ def grower(**options: Any) -> Grower:
 
 def test_the_default_is_what_we_recommend() -> None:
     options = grower().options
-    assert (options.what, options.tau, repr(options.trigger)) == (
+    assert (options.what, options.tau, options.per, repr(options.trigger)) == (
         "units",
         0.0,
-        repr((triggers.Pays() | triggers.Diminishing()) & triggers.Limit(factor=10)),
+        "flops",
+        repr((triggers.Pays() | triggers.Diminishing()) & triggers.Spaced() & triggers.Limit(factor=10)),
     )
     assert "preset='auto': decides at the first step between copies of blocks and units" in repr(grower())
     settled = grower(what="units")
-    assert "preset='auto': strategy='sensli', what='units', tau=0, trigger=((Pays(2) | Diminishing(" in repr(settled)
+    assert (
+        "preset='auto': strategy='sensli', what='units', tau=0, per='flops', warmup='auto', trigger=(((Pays(2) | Diminishing("
+        in repr(settled)
+    )
 
 
 def test_the_paper_is_algorithm_1() -> None:
@@ -54,10 +58,13 @@ def test_what_is_given_overrides_a_preset() -> None:
     options = grower(what="both", tau=0.5, trigger=triggers.Every(3), units=2).options
     assert (options.what, options.tau, options.units, repr(options.trigger)) == ("both", 0.5, 2, "Every(3)")
     assert grower(what=None).options.what == "units"
+    assert [grower(**given).options.per for given in ({"what": "both"}, {"confidence": 0.9}, {"per": None})] == [
+        None
+    ] * 3
 
 
 def test_other_strategies_get_the_trigger_alone() -> None:
-    assert repr(grower(strategy="net2net").options.trigger).startswith("(Diminishing")
+    assert repr(grower(strategy="net2net").options.trigger).startswith("((Diminishing")
     assert grower(strategy="gradmax").options.what == "units"
 
 
@@ -170,7 +177,7 @@ def test_the_losses_of_checks_stand_for_the_metric() -> None:
     assert [call for call, _ in record.metrics] == [look.call for look in record.decisions]
     assert all(isinstance(value, float) for _, value in record.metrics)
     # What the trigger watches is the loss of the check before.
-    assert growing.state_dict()["trigger"]["left"]["right"]["first"][1] == record.metrics[0][1]
+    assert growing.state_dict()["trigger"]["left"]["left"]["right"]["first"][1] == record.metrics[0][1]
     with pytest.raises(ValueError, match="Diminishing needs a metric"):  # where it was asked for
         grower(trigger=triggers.Diminishing()).step(DATA, loss_fn)
 
@@ -206,7 +213,10 @@ def test_the_first_line_of_the_log_says_what_the_preset_came_to() -> None:
     growing = grower(trigger=triggers.Every(1), log=lambda look: lines.extend(str(look).split("\n")))
     growing.step(DATA, loss_fn)
     growing.step(DATA, loss_fn)
-    assert lines[0] == "preset='auto': strategy='sensli', what='units', tau=0, trigger=Every(1)"
+    assert (
+        lines[0]
+        == "preset='auto': strategy='sensli', what='units', tau=0, per='flops', warmup='auto', trigger=Every(1)"
+    )
     assert not any("preset" in line for line in lines[1:]) and lines[1].startswith("epoch 1: ")
     assert History.from_dict(growing.history.to_dict()).record.decisions[0].preset == lines[0]
 
@@ -283,6 +293,59 @@ def test_a_stack_of_blocks_doubles_when_it_has_learned_what_it_can() -> None:
     flat(one, 1)
     assert len(one.model.blocks) == 4 and len(one.history) == 1 and "each of 2 blocks" in str(one.history[0].site)
     assert told[0].startswith("preset='auto': strategy='stack'") and "the function is not kept" in told[0]
+    assert one.options.rates == Rates()  # blocks have moments of their own
+
+
+def warms_for(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, **options: Any) -> int | None:
+    """How many steps new units warm up for if a Grower of the default makes them after so many steps of training."""
+    growing = Grower(model, optimizer, trigger=triggers.Every(1), **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model(DATA[0][0]), DATA[0][1]).backward()
+        optimizer.step()
+    growing.step(DATA, loss_fn)
+    assert len(growing.history) == 1
+    found = {ages[-1][2] for state in optimizer.state.values() if (ages := state.get("warmup_ages"))}
+    return found.pop() if found else None
+
+
+@pytest.mark.parametrize(
+    ("make", "steps", "options", "expected"),
+    [
+        (torch.optim.AdamW, 40, {}, 10),
+        (torch.optim.NAdam, 43, {}, 10),
+        (torch.optim.Adam, 900, {}, 200),
+        (torch.optim.Adam, 7, {}, None),  # too short to mean something
+        (torch.optim.SGD, 40, {}, None),
+        (torch.optim.Adam, 40, {"rates": Rates()}, None),
+        (torch.optim.Adam, 40, {"rates": Rates(warmup=7)}, 7),
+        (torch.optim.SGD, 40, {"rates": Rates(warmup=7)}, 7),
+        (torch.optim.SGD, 40, {"rates": Rates(warmup="auto")}, None),
+        (torch.optim.Adam, 40, {"what": "layers"}, None),
+    ],
+)
+def test_new_units_of_the_default_warm_up_under_adam(make: Any, steps: int, options: Any, expected: int | None) -> None:
+    torch.manual_seed(0)
+    model = deep()
+    assert warms_for(model, make(model.parameters(), lr=1e-3), steps, **options) == expected
+
+
+def test_an_optimizer_that_tells_nobody_of_its_steps_is_no_error_where_nobody_asked_for_a_warm_up() -> None:
+    class Silent(torch.optim.Adam):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=1e-3)
+            del self._optimizer_step_pre_hooks
+
+    torch.manual_seed(0)
+    model = deep()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    loss_fn(model(DATA[0][0]), DATA[0][1]).backward()
+    optimizer.step()
+    silent = Silent(model.parameters())
+    silent.state.update({p: {**state, "step": torch.tensor(40.0)} for p, state in optimizer.state.items()})
+    growing = Grower(model, silent, trigger=triggers.Every(1))
+    growing.step(DATA, loss_fn)
+    assert len(growing.history) == 1
 
 
 def test_without_a_metric_it_goes_by_the_loss_of_a_few_batches_and_draws_no_random_number() -> None:

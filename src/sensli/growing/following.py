@@ -33,6 +33,7 @@ from sensli.surgery.growth import grow
 from sensli.surgery.history import Growth, History
 from sensli.surgery.optimizers import Optimizers, as_optimizers
 from sensli.surgery.rates import Schedulers, as_schedulers
+from sensli.surgery.warmup import steps_of_warmup
 
 
 @dataclass
@@ -80,8 +81,8 @@ class Followers:
                 growth = grow(
                     model, site, optimizer=self.optimizer, scheduler=self.scheduler,
                     lr_factor=rates.lr_factor if first and not grown else 1.0,
-                    new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest, warmup=rates.warmup,
-                    depth_power=rates.depth_power,
+                    new_lr_factor=rates.new_lr_factor, group=rates.group, freeze_rest=rates.freeze_rest,
+                    warmup=steps_of_warmup(rates.warmup, self.optimizer), depth_power=rates.depth_power,
                 )  # fmt: skip
                 found = {"merit": part.value, "ratio": part.ratio} if measured else {}
                 of_group = {"group": (*grown, growth)[0].number} if part is not merit else {}

@@ -20,7 +20,16 @@ from torch.optim import Optimizer
 from sensli.errors import BadExample, HistoryError, MeasurementError, MovedSite, SensliError, ZeroMerits
 from sensli.growing.following import Followers, Recycling, first_input, loss_of_some, reusable_batches
 from sensli.growing.looking import Room, Sizes, propose_sites
-from sensli.growing.options import ON_BLOCKS, Log, Options, Rates, StrategyOptions, Trial, leaves_open, tell_log
+from sensli.growing.options import (
+    ON_BLOCKS,
+    Log,
+    Options,
+    Rates,
+    StrategyOptions,
+    Trial,
+    leaves_open,
+    tell_log,
+)
 from sensli.growing.price import CheckPrice
 from sensli.growing.strategy import Strategy, strategy_of
 from sensli.growing.trials import Outcome, Trying
@@ -43,7 +52,7 @@ from sensli.surgery.optimizers import Optimizers
 from sensli.surgery.outline import outline
 from sensli.surgery.rates import Schedulers
 from sensli.surgery.record import Decision, Record, Tried
-from sensli.surgery.warmup import watch_loaded, watch_steps
+from sensli.surgery.warmup import steps_of_warmup, watch_loaded, watch_steps
 from sensli.text.commands import UNMEASURED
 from sensli.text.tables import short_number
 
@@ -310,7 +319,7 @@ class Call:
             return 0
         return self.recycling.recycle(
             self.model, self.example, batches, self.together, self.history, when=self._when, inside=inside,
-            warmup=self.options.rates.warmup,
+            warmup=steps_of_warmup(self.options.rates.warmup, self.followers.optimizer),
         )  # fmt: skip
 
     def _still_fitting(self, site: Site) -> Site | None:
@@ -433,9 +442,9 @@ class Grower:
         optimizer: The optimizer or optimizers that train the model. Without one nothing trains what is new; none is needed for an
             expansion before the optimizer is made.
         preset: ``"auto"`` is what we recommend. A stack of equal blocks, as in a transformer, doubles by copies of its blocks when it has
-            nearly learned what it can: ``Saturating``. Every other model gets units, wherever they pay for their FLOPs or training has
-            slowed down: ``Pays() | Diminishing()``. Both stop at ten times the parameters. It is decided at the first step, unless you
-            say what to grow. ``"paper"`` is
+            nearly learned what it can: ``Saturating``. Every other model gets units, those that are worth most for their FLOPs, when they
+            pay for them or training has slowed down, at growing distances: ``(Pays() | Diminishing()) & Spaced()``. Both stop at ten times
+            the parameters. It is decided at the first step, unless you say what to grow. ``"paper"`` is
             Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights, when the trigger that you
             give fires. Every other argument overrides it (default: "auto").
         trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset.
@@ -445,7 +454,8 @@ class Grower:
             not take, such as labels, are left out. None takes the first batch that `step` is given.
         max_factor: A growth that would bring the model to more than this many times its parameters is left out. None allows
             every growth (default: 2.0).
-        rates: A `Rates`: what a growth does to learning rates and parameter groups. None changes no learning rate.
+        rates: A `Rates`: what a growth does to learning rates and parameter groups. None changes no learning rate, but the units of
+            ``preset="auto"`` warm up under Adam and its relatives.
         trial: A `Trial`: at each check the best candidates, and the model without a growth, train on for a while from the same state,
             and the best of them stays. Only with ``max_growths=1``. None grows without one.
         recycle: Whether each check begins with a new start for dead units, as `sensli.recycle` gives it; after a growth also for those
@@ -482,8 +492,9 @@ class Grower:
         step_name: str = "epoch",
         **options: Unpack[StrategyOptions],
     ) -> None:
+        self._default_rates = rates is None
         self.options = Options.of(
-            preset, trigger=trigger, strategy=strategy, max_factor=max_factor, rates=Rates() if rates is None else rates,
+            preset, trigger=trigger, strategy=strategy, max_factor=max_factor, rates=rates,
             trial=trial, recycle=recycle, log=log, step_name=step_name, **options,
         )  # fmt: skip
         if example is not None:
@@ -647,6 +658,8 @@ class Grower:
     def _take_blocks(self) -> None:
         """From now on what "auto" is for a stack of blocks."""
         kept = {each.name: getattr(self.options, each.name) for each in fields(Options) if each.name in _KEPT}
+        if self._default_rates:
+            kept["rates"] = Rates()  # blocks have moments of their own
         trigger = None if self._metric_optional else self.options.trigger
         options = Options.of("auto", trigger=trigger, **ON_BLOCKS, **kept)
         strategy = strategy_of(options)

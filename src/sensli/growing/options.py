@@ -12,8 +12,9 @@ from torch import nn
 
 from sensli.errors import UnsupportedModel, WrongType
 from sensli.growing.price import AUTO, check_share
+from sensli.growing.saturating import Saturating
 from sensli.growing.strategy import STRATEGIES, Strategy, check_strategy, strategy_class
-from sensli.growing.triggers import Diminishing, Limit, Pays, Saturating, Trigger
+from sensli.growing.triggers import Diminishing, Limit, Pays, Spaced, Trigger
 from sensli.merits.measuring import check_level
 from sensli.merits.merits import BY_MERIT, LEAST, Merit, Selection, check_per, check_selection
 from sensli.merits.norms import choose_norm
@@ -213,7 +214,9 @@ class Rates:
             frozen part that the optimizer does not hold) are skipped.
         freeze_rest: Whether after a growth only what has grown trains, as in `grow` (default: False). Only with ``what="layers"``.
         warmup: A number of steps: after a growth the k-th update of everything that is new, layers, units and recycled units, is
-            multiplied by ``k / warmup`` until it is 1. Old weights move as without it. None is no warm-up.
+            multiplied by ``k / warmup`` until it is 1. Old weights move as without it. ``"auto"`` is a quarter of the steps so far, at most
+            200, under Adam and its relatives, and none elsewhere. None is no warm-up. Without any `Rates` it is ``"auto"`` for the units of
+            ``preset="auto"``.
         depth_power: A growth that makes the model deeper, from a to b blocks of this kind or layers with weights, multiplies all
             learning rates by ``(a / b) ** depth_power``, besides ``lr_factor`` (default: 0.0). Not with ``what="units"``.
     """
@@ -222,7 +225,7 @@ class Rates:
     new_lr_factor: float | None = None
     group: int | dict[str, Any] | None = None
     freeze_rest: bool = False
-    warmup: int | None = None
+    warmup: int | str | None = None
     depth_power: float = 0.0
 
     def __post_init__(self) -> None:
@@ -232,7 +235,7 @@ class Rates:
             new_lr_factor=None if self.new_lr_factor is None else check_own_factor(self.new_lr_factor),
             group=None if self.group is None else check_group(self.group),
             freeze_rest=checks.flag("freeze_rest", self.freeze_rest),
-            warmup=check_warmup(self.warmup),
+            warmup=check_warmup(self.warmup, auto=True),
             depth_power=check_power(self.depth_power),
         )
 
@@ -270,7 +273,8 @@ class StrategyOptions(TypedDict, total=False):
             ``|weight * gradient|`` over its weights; or a function of `Merits` that returns one of them (default: "auto").
         max_growths: The largest number of growths at once (default: 1). A strategy that decides about all layers together takes as many as
             it chose.
-        per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are.
+        per: Compare merits per added ``"parameters"`` or per added ``"flops"``. None compares them as they are. By default what the
+            preset says: ``"flops"`` for the units of ``preset="auto"``, otherwise None.
         confidence: Stop measuring as soon as the best site is clear at this level, as in `measure`. None uses all batches.
         tolerance: With ``confidence``: the share of the best merit that may be missed, as in `measure` (default: 0.0).
         floor: Stops growth on a solved problem: once the loss has fallen to a thousandth of the largest one known (measured at a check,
@@ -314,7 +318,7 @@ class StrategyOptions(TypedDict, total=False):
 
 
 # What a preset gives the strategy "sensli" where nothing else was said. "paper" is Algorithm 1, whose values are the defaults of `Options`.
-PRESETS: dict[str, dict[str, Any]] = {"auto": {"what": "units", "tau": 0.0}, "paper": {}}
+PRESETS: dict[str, dict[str, Any]] = {"auto": {"what": "units", "tau": 0.0, "per": "flops"}, "paper": {}}
 # What may differ between ranks. What a trigger says is compared when it says it, and so is a choice that depends on the seed.
 _OWN = ("trigger", "rates", "seed", "log")
 _OF_LAYERS, _OF_UNITS = frozenset({"form", "kernel_size"}), frozenset({"units"})
@@ -347,7 +351,7 @@ def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
         )
     kind = strategy_class(strategy) if isinstance(strategy, str) else strategy
     often = Pays() | Diminishing() if kind.shares else Diminishing()
-    return (Saturating(0.2, calls=16) if strategy == "stack" else often) & Limit(factor=MOST)
+    return (Saturating(0.2, calls=16) if strategy == "stack" else often & Spaced()) & Limit(factor=MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,6 +406,12 @@ class Options:
         expanded = PRESETS[preset] if strategy == "sensli" else {}
         if given.get("what") is None:
             given.pop("what", None)
+        units = given.get("what", "units") == "units"
+        if not units or given.get("confidence") is not None:
+            # merits of layers and units are too far apart, and `confidence` is about the merits as they are
+            expanded = {name: value for name, value in expanded.items() if name != "per"}
+        if given.get("rates") is None:
+            given["rates"] = Rates(warmup=AUTO if preset == "auto" and strategy == "sensli" and units else None)
         if trigger is None:
             trigger = default_trigger(preset, strategy)
             given.setdefault("max_check_share", AUTO)
@@ -411,7 +421,9 @@ class Options:
         """What the preset came to: the first line of the log."""
         strategy = self.strategy if isinstance(self.strategy, str) else type(self.strategy).__name__
         tau = f", tau={self.tau:g}" if "tau" in used_options(self.strategy, self.what) else ""
-        return f"preset={self.preset!r}: strategy={strategy!r}, what={self.what!r}{tau}, trigger={self.trigger!r}"
+        per = "" if self.per is None else f", per={self.per!r}"
+        warmup = "" if self.rates.warmup is None else f", warmup={self.rates.warmup!r}"
+        return f"preset={self.preset!r}: strategy={strategy!r}, what={self.what!r}{tau}{per}{warmup}, trigger={self.trigger!r}"
 
     def __post_init__(self) -> None:
         what = "one of sensli.triggers (for example triggers.Every(10) & triggers.Limit(growths=3))"
@@ -561,7 +573,7 @@ class Options:
         # any factor will do for one that is known at a growth only
         plan_rate_scaling(optimizer, scheduler, rates.lr_factor * 0.5**rates.depth_power)
         check_needed(
-            optimizer, lr_factor=rates.lr_factor != 1, group=rates.group is not None, warmup=rates.warmup is not None,
+            optimizer, lr_factor=rates.lr_factor != 1, group=rates.group is not None, warmup=rates.warmup not in (None, AUTO),
             depth_power=rates.depth_power != 0, trial=self.trial is not None,
         )  # fmt: skip
         check_step_hooks(optimizer, rates.warmup)

@@ -31,19 +31,52 @@ _NUMBERS = 250
 _SELF = ""  # where values of a parameter and of its copies are kept together: the parameter's own
 
 
-def check_warmup(steps: int | None) -> int | None:
-    """The number of steps; one that means nothing is refused."""
-    return None if steps is None else checks.whole("warmup", steps, 200, least=2, error=OptimizerError)
+_AUTO = "auto"
+_SHARE, _MOST = 4, 200  # of "auto": of the steps so far it is this part, and not more than so many
 
 
-def check_step_hooks(optimizers: Optimizers, warmup: int | None) -> None:
+def check_warmup(steps: int | str | None, *, auto: bool = False) -> Any:
+    """The number of steps, or "auto" where there is a training; one that means nothing is refused."""
+    if steps is None or (auto and isinstance(steps, str) and steps == _AUTO):
+        return steps
+    return checks.whole("warmup", steps, 200, least=2, error=OptimizerError)
+
+
+def steps_of_warmup(warmup: int | str | None, optimizers: Optimizers) -> int | None:
+    """How many steps a growth warms up for now.
+
+    With "auto" that depends on the optimizers. Under Adam and its relatives the second moments of new entries begin at zero, while the
+    count of steps goes on, so that their updates are too large at first; the more so, the more steps there have been.
+    """
+    if not isinstance(warmup, str):
+        return warmup
+    known = as_optimizers(optimizers)
+    if not all(map(has_step_hooks, known)):
+        return None
+    taken = [
+        int(state["step"])
+        for each in known
+        if "betas" in each.defaults
+        for state in each.state.values()
+        if "step" in state
+    ]
+    steps = min(max(taken, default=0) // _SHARE, _MOST)
+    return steps if steps >= 2 else None
+
+
+def check_step_hooks(optimizers: Optimizers, warmup: int | str | None) -> None:
     """Refuse optimizers that tell nobody of their steps."""
-    for optimizer in as_optimizers(optimizers) if warmup is not None else ():
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    for optimizer in as_optimizers(optimizers) if isinstance(warmup, int) else ():
+        if not has_step_hooks(optimizer):
             raise OptimizerError(
                 f"warmup must be None with {class_name(optimizer)}, got {warmup}: it has no hooks around its steps, because it does not "
                 "call the constructor of torch.optim.Optimizer. Leave it out, or use another optimizer (AdamW, SGD, ...)."
             )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether an optimizer tells of its steps: some do not call the constructor of torch's class."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sensli.growing.options import Options
 from sensli.text.records import Plain, check_types, lenient_data, strict_data
 from sensli_lab.compare.methods import Method, find_method
 from sensli_lab.compare.task import Task
@@ -48,7 +49,8 @@ class Job:
         schedule = None if method.schedule is None else method.schedule.facts()
         rare = {
             "schedule": schedule, "full": method.full, "trial": method.trial, "waits": method.waits, "pays": method.pays,
-            "source": method.source, "trigger": method.trigger, "preset": method.preset,
+            "source": method.source, "trigger": method.trigger,
+            "preset": str(Options.of(method.preset)) if method.preset else "",
             "rate": 0 if self.rate == 1 else self.rate,
             "decay": 0 if task.decay == 0.5 else task.decay,
             "until": task.until if method.waits else None, "calls": task.calls if method.waits and task.until else 0,

@@ -21,8 +21,9 @@ from sensli.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from sensli.errors import CheckpointError, SensliError
 from sensli.growing.grower import Grower
 from sensli.growing.options import Rates, Trial, used_options
+from sensli.growing.saturating import Saturating
 from sensli.growing.strategy import strategy_class
-from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Saturating, Trigger
+from sensli.growing.triggers import Diminishing, Every, Limit, Pays, Trigger
 from sensli.modules.flops import PRODUCTS, FlopCounter, Rule, count_flops
 from sensli.surgery.record import Decision
 from sensli_lab.compare.jobs import Job, Run, RunLook
