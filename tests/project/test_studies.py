@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import horizon, when, when_front
+from benchmarks import horizon, preset, when, when_front
 from benchmarks.horizon_tasks import Task
 from sensli_lab.compare.tasks.registry import find
 
@@ -98,6 +98,17 @@ def test_the_table_of_triggers_has_geometric_means_over_paired_seeds() -> None:
     first, *others = when_front.TRIGGERS
     assert rows[first] == ["0.750", f"+0.000 ± {spread}", f"-0.500 ± {spread}", factor, factor, factor, factor, "1.0"]
     assert all(rows[name][-5:] == [factor, factor, factor, factor, "2.0"] for name in others)
+
+
+def test_the_table_of_the_rules_for_units_is_that_of_the_file() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs/results/long-budgets.md").read_text()
+    _, _, *printed = page[page.index("| | CNN, long |") :].split("\n\n")[0].splitlines()
+    found = [{row[0]: row[2] for row in preset.rows(root / "benchmarks/preset.jsonl", task)} for task in preset.TASKS]
+    for line in printed:
+        arm, *numbers = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        assert numbers == [each[arm] for each in found], arm
+    assert {line.strip("|").split("|")[0].strip(" *") for line in printed} >= set(preset.WAYS)
 
 
 def test_the_tables_of_the_page_are_those_of_the_file() -> None:
