@@ -39,6 +39,8 @@ def check_warmup(steps: int | str | None, *, auto: bool = False) -> Any:
     """The number of steps, or "auto" where there is a training; one that means nothing is refused."""
     if steps is None or (auto and isinstance(steps, str) and steps == _AUTO):
         return steps
+    if auto and isinstance(steps, str):
+        checks.refuse("warmup", "a whole number of at least 2 (for example 200), 'auto' or None", steps, OptimizerError)
     return checks.whole("warmup", steps, 200, least=2, error=OptimizerError)
 
 
