@@ -57,16 +57,16 @@ FASHION = Task(
 # ---- CIFAR-10: 20,000 images to train on, 2,000 to decide by, 4,000 to test.
 
 
-def vgg(channels: int, repeats: int) -> nn.Module:
+def vgg(channels: int, repeats: int, colors: int = 3, pixels: int = 32) -> nn.Module:
     """Three stages of 3 x 3 convolutions with ReLU, twice the channels in each, halved by pooling."""
     layers: list[nn.Module] = []
-    before = 3
+    before = colors
     for stage in range(3):
         for _ in range(repeats):
             layers += [nn.Conv2d(before, channels << stage, 3, padding=1), nn.ReLU()]
             before = channels << stage
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * (32 // 8) ** 2, CLASSES))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * (pixels // 8) ** 2, CLASSES))
 
 
 class ImageBlock(nn.Module):
