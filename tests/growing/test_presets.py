@@ -17,6 +17,7 @@ from sensli import Grower, History, Rates, SensliError, triggers
 from sensli.errors import MeasurementError
 from sensli.growing.triggers import TriggerContext
 from sensli.integrations.callback import GrowingCallback
+from sensli.surgery.warmup import steps_of_warmup
 
 DATA = batches((8, 8, 4))
 
@@ -328,6 +329,17 @@ def test_new_units_of_the_default_warm_up_under_adam(make: Any, steps: int, opti
     torch.manual_seed(0)
     model = deep()
     assert warms_for(model, make(model.parameters(), lr=1e-3), steps, **options) == expected
+
+
+@pytest.mark.parametrize("count", [None, "40", torch.ones(3)])
+def test_a_count_of_steps_that_is_none_starts_no_warm_up(count: Any) -> None:
+    """Optimizers of others keep what they like under this name."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {"step": count}
+    assert steps_of_warmup("auto", optimizer) is None
+    optimizer.state[parameter] = {"step": torch.tensor(40.0)}
+    assert steps_of_warmup("auto", optimizer) == 10 and steps_of_warmup(7, optimizer) == 7
 
 
 def test_an_optimizer_that_tells_nobody_of_its_steps_is_no_error_where_nobody_asked_for_a_warm_up() -> None:

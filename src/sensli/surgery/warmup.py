@@ -55,13 +55,8 @@ def steps_of_warmup(warmup: int | str | None, optimizers: Optimizers) -> int | N
     known = as_optimizers(optimizers)
     if not all(map(has_step_hooks, known)):
         return None
-    taken = [
-        int(state["step"])
-        for each in known
-        if "betas" in each.defaults
-        for state in each.state.values()
-        if "step" in state
-    ]
+    counts = [state.get("step") for each in known if "betas" in each.defaults for state in each.state.values()]
+    taken = [int(n) for n in counts if (n.numel() == 1 if isinstance(n, Tensor) else isinstance(n, (int, float)))]
     steps = min(max(taken, default=0) // _SHARE, _MOST)
     return steps if steps >= 2 else None
 
