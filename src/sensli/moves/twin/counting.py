@@ -318,6 +318,7 @@ class Rebuilt:
             finally:
                 if self._owner:
                     self._trial.get_submodule(parent)._modules[key] = module
+                _unload(built)
 
     def plans(self, position: int, source: int, layer: nn.Module) -> Iterator[tuple[tuple[Fact, ...], nn.Module]]:
         """Changes of the configuration from which the class builds what the list becomes, the simplest that do; and what it builds."""
@@ -386,6 +387,14 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 def _path_within(owner: str, path: str) -> str:
     """A path as seen from a module that contains it."""
     return path[len(owner) + 1 :] if owner else path
+
+
+def _unload(built: nn.Module) -> None:
+    """Let go of loaded weights, a new block's among them: what is built is kept for its shapes."""
+    for part in built.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def _cast_alike(built: nn.Module, like: nn.Module) -> None:

@@ -23,7 +23,9 @@ from sensli.modules import random_state
 from sensli.modules.configs import build_again, differences, held_objects, shapes
 from sensli.modules.copies import NoDropout
 from sensli.modules.flops import count_flops
-from sensli.modules.running import brief_error, first_tensor, forgiven, note, relative_change, run, tensors
+from sensli.modules.running import (
+    brief_error, first_tensor, forgiven, note, relative_change, run, tensors, without_saving,
+)  # fmt: skip
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
@@ -144,13 +146,17 @@ class WidthRehearsal(Rehearsal):
         asking = [tried for tried in map(self._on_copy, sites) if training not in tried.heard]
         if not asking:
             return Verdict()
-        replica = Replica(self.model)
-        for tried in asking:
-            replica.ask(tried, tried.width, tried.rows(_SIZES[training]).taken(tried.width, tried.candidates))
-        try:
+
+        def once() -> tuple[list[Tensor], dict[tuple[int, str], list[Tensor]]]:
+            replica = Replica(self.model)
+            for tried in asking:
+                replica.ask(tried, tried.width, tried.rows(_SIZES[training]).taken(tried.width, tried.candidates))
             with replica.beside():
                 output = self._run(training, gradients=True)
-                said = {key: [value.detach() for value in values] for key, values in replica.read.items()}
+                return output, {key: [value.detach() for value in values] for key, values in replica.read.items()}
+
+        try:
+            output, said = without_saving(once)
         except Exception as error:
             if training and self._take_more():
                 return self.hear(sites, training)

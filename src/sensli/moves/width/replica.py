@@ -19,14 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
 from sensli.modules.copies import copied_block, made_by
 from sensli.modules.engines.fsdp import reshard, unsharded_copy
 from sensli.modules.grown import WideAttention, holder_of
-from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, map_tensors, tensors, whole_tensor
+from sensli.modules.running import (
+    autocast_of_now, first_tensor, let_memory_through, map_tensors, tensors, whole_tensor, without_saving,
+)  # fmt: skip
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
 from sensli.moves.roles import ConvRole, Role, map_of, role_of
@@ -371,12 +372,18 @@ class Replica:
         for mine, its in self._pairs:
             mine.training = its.training
         now = random_state.capture()  # on all devices: a model may draw on several
-        try:
+
+        def once() -> None:
+            self.read.clear()
+            self._again.clear()
+            self._zeros.clear()
             random_state.restore(passed.drawn)  # what is drawn once more is the same, such as which blocks are left out
+            self._copy(*passed.args, **passed.kwargs)  # type: ignore[misc]
+
+        try:
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
-            # What it would save for a backward pass goes nowhere: not to another device, and not into somebody's checkpoint.
-            with passed.autocast(), torch.enable_grad(), saved_tensors_hooks(lambda value: value, lambda value: value):
-                self._copy(*passed.args, **passed.kwargs)
+            with passed.autocast(), torch.enable_grad():
+                without_saving(once, unless=any(isinstance(asked, float) for _, _, asked in self._widths))
             self._check_calls()
             self._hooks.check()
         except MeasurementError:
