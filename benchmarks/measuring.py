@@ -21,11 +21,12 @@ from torch.nn.functional import cross_entropy
 from benchmarks.cifar10 import training_data
 from benchmarks.figure import Figure
 from benchmarks.networks import deep_network, densenet, extended, paper_cnn, wide_cnn
-from sensli.merits import catching
-from sensli.merits.catching import Catch, SiteCatch, WeightCatch
+from sensli.merits import sums
+from sensli.merits.catching import Catch
 from sensli.merits.measuring import measure
 from sensli.merits.norms import squared_norm
 from sensli.merits.probe import Probe
+from sensli.merits.sums import SiteCatch, WeightCatch
 from sensli.moves.finding import find_sites
 from sensli.moves.roles import Geometry
 
@@ -138,7 +139,7 @@ def _timed_norms(taken: list[float]) -> Iterator[None]:
         taken.append(time.perf_counter() - start)
         return value
 
-    with patch.object(catching, "squared_norm", timed):
+    with patch.object(sums, "squared_norm", timed):
         yield
 
 

@@ -14,7 +14,7 @@ from oracle import extended
 from sensli import Grower, Probe, find_sites, grow, measure, triggers
 from sensli.errors import MeasurementError, ZeroMerits
 from sensli.merits import norms
-from sensli.merits.catching import MomentSum
+from sensli.merits.sums import MomentSum
 from sensli.moves import factors
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from sensli import find_sites, measure
-from sensli.modules.running import without_saving
+from sensli.modules.copies import without_saving
 from sensli.moves.width import replica
 from tests.helpers.memory import peak
 

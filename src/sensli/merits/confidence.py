@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sensli.merits.catching import Catches, WeightCatch
+from sensli.merits.sums import Catches, WeightCatch
 
 GROUPS = 16  # batches beyond that many are added to existing groups, which bounds the memory
 

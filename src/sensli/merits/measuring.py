@@ -15,20 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, UnsupportedSite
-from sensli.merits.catching import (
-    Catch,
-    Catches,
-    LossFunction,
-    MomentSum,
-    SiteCatch,
-    Sum,
-    WeightCatch,
-    backward,
-    samples_of,
-)
+from sensli.merits.catching import Catch, LossFunction, backward, samples_of
 from sensli.merits.confidence import GROUPS, estimate_of, is_clear, mean_of_weights, next_look, value_of
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, SKETCHABLE, choose_norm, is_beyond_room, operator_work
+from sensli.merits.sums import Catches, MomentSum, SiteCatch, Sum, WeightCatch
 from sensli.modules import checks, random_state
 from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.engines.fsdp import check_sharded, forget_pass, is_synchronised, measured_passes, unsharded_copy

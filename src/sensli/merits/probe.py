@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sensli.errors import MeasurementError, WrongType
-from sensli.merits.catching import Catch, ShardCatch, SiteCatch, Sum, WeightCatch, samples_of
+from sensli.merits.catching import Catch, samples_of
 from sensli.merits.measuring import Caught, affordable_norm, can_run_in_shards, conclude, join_ranks, of_the_first
 from sensli.merits.merits import Merit, Merits, as_sites
 from sensli.merits.norms import NATURAL, choose_norm
+from sensli.merits.sums import ShardCatch, SiteCatch, Sum, WeightCatch
 from sensli.modules import checks
 from sensli.modules.engines.distributed import Together, number_facts
 from sensli.modules.engines.fsdp import has_waiting, reshard

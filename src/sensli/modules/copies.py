@@ -10,16 +10,19 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sensli.modules import grown
 from sensli.modules.configs import is_configuration
+
+T = TypeVar("T")
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -301,3 +304,31 @@ class NoDropout(TorchFunctionMode):
             else:
                 kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
+
+
+# ---- A pass whose graph nobody goes back through.
+
+
+def without_saving(work: Callable[[], T], *, unless: bool = False) -> T:
+    """What some work gives whose graph nobody goes back through: nothing is saved for that, ``unless`` the work needs it.
+
+    Work that takes a gradient all the same is done again, and saves. Its own hooks of saved tensors count, those around it do not.
+    """
+    asked = False
+
+    def missing(nothing: Any) -> Tensor:
+        nonlocal asked
+        asked = True
+        raise RuntimeError("nothing was saved for a gradient")
+
+    if not unless:
+        try:
+            with saved_tensors_hooks(lambda value: None, missing):
+                done = work()
+            if not asked:
+                return done
+        except Exception:
+            if not asked:
+                raise
+    with saved_tensors_hooks(lambda value: value, lambda value: value):
+        return work()

@@ -9,15 +9,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from sensli.modules import random_state
-
-T = TypeVar("T")
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -432,31 +429,6 @@ _failures: ContextVar[list[str] | None] = ContextVar("failures", default=None)
 
 # How torch says it without a class of its own: on the CPU, on MPS, in a library of CUDA.
 _TEXTS = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
-
-
-def without_saving(work: Callable[[], T], *, unless: bool = False) -> T:
-    """What some work gives whose graph nobody goes back through: nothing is saved for that, ``unless`` the work needs it.
-
-    Work that takes a gradient all the same is done again, and saves. Its own hooks of saved tensors count, those around it do not.
-    """
-    asked = False
-
-    def missing(nothing: Any) -> Tensor:
-        nonlocal asked
-        asked = True
-        raise RuntimeError("nothing was saved for a gradient")
-
-    if not unless:
-        try:
-            with saved_tensors_hooks(lambda value: None, missing):
-                done = work()
-            if not asked:
-                return done
-        except Exception:
-            if not asked:
-                raise
-    with saved_tensors_hooks(lambda value: value, lambda value: value):
-        return work()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

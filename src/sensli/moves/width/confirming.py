@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
 from sensli.modules.configs import build_again, differences, held_objects, shapes
-from sensli.modules.copies import NoDropout
+from sensli.modules.copies import NoDropout, without_saving
 from sensli.modules.flops import count_flops
-from sensli.modules.running import (
-    brief_error, first_tensor, forgiven, note, relative_change, run, tensors, without_saving,
-)  # fmt: skip
+from sensli.modules.running import brief_error, first_tensor, forgiven, note, relative_change, run, tensors
 from sensli.moves.point import Ref
 from sensli.moves.roles import role_of
 from sensli.moves.search import Search
