@@ -238,7 +238,10 @@ def squared_norm(gradient: Tensor, norm: str, geometry: Geometry = Geometry()) -
     if gradient.dtype not in (torch.float32, torch.float64):
         gradient = gradient.float()
     with fit_threads(math.inf if norm in SUMS_OF_SQUARES else operator_work(gradient.shape, geometry) / _SELDOM):
-        lowest, highest = torch.aminmax(gradient)
+        in_memory = sorted(
+            range(gradient.dim()), key=gradient.stride, reverse=True
+        )  # aminmax copies what is in another order
+        lowest, highest = torch.aminmax(gradient.permute(in_memory))
         largest = max(-lowest.item(), highest.item())
         if not math.isfinite(largest):
             return math.nan

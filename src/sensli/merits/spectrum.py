@@ -9,9 +9,9 @@ cannot win any more is dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import reduce
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -21,14 +21,16 @@ from sensli.moves.roles import Geometry
 
 _CHUNK_BYTES = 2**23  # of one intermediate; a handful live at once, so that the whole stays below about 64 MB
 _FIRST_SHARE = 8  # the first chunk is so much smaller
-_STEPS = (2, 3, 4, 6, 9, 14, 20, 30, 45, 68, 100)  # Lanczos steps at which we look; real gradients need the first few
+_STEPS = (3, 4, 6, 9, 14, 20, 30, 45, 68, 100)  # Lanczos steps at which we look; real gradients need the first few
 _STARTS = 2  # random starts for each frequency: one alone now and then misses the leading singular vector for too long
 _SAFETY = 4  # how many residuals a singular value may still rise; with two starts, 2 never failed in 800 hard kernels
 _EXACT_SIDE = 16  # matrices up to this side, and up to this many operations, go to LAPACK at once
 _EXACT_WORK = 2**20
+_KEPT = 2**15  # phases of one grid that are kept for the next kernel, as complex numbers
 
 
-class Grid(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Grid:
     """Where the taps lie on the map: place is taps x axes; size is 1 along an axis that makes no difference."""
 
     place: Tensor
@@ -48,14 +50,23 @@ class Grid(NamedTuple):
 
     def phases(self, frequency: Tensor, like: Tensor) -> Tensor:
         """exp(-2 pi i <w, place / size>), taps x frequencies; frequency: flat indices into the grid of counts."""
-        turns = torch.zeros(len(self.place), len(frequency), dtype=torch.float64, device=like.device)
+        few = len(self.place) * math.prod(self.counts) <= _KEPT
+        found = self._all[:, frequency] if few else self._phases(frequency)
+        return found.to(like.dtype.to_complex())
+
+    @cached_property
+    def _all(self) -> Tensor:
+        return self._phases(torch.arange(math.prod(self.counts), device=self.place.device))
+
+    def _phases(self, frequency: Tensor) -> Tensor:
+        turns = torch.zeros(len(self.place), len(frequency), dtype=torch.float64, device=frequency.device)
         for axis, count in reversed(list(enumerate(self.counts))):
             # The remainder in integers: exact angles, and a kernel larger than the map wraps around by itself.
             turns += (
                 (self.place[:, axis, None] * (frequency % count)).double() % self.size[axis] / float(self.size[axis])
             )
             frequency = frequency // count
-        return torch.polar(torch.ones_like(turns), -2 * math.pi * turns).to(like.dtype.to_complex())
+        return torch.polar(torch.ones_like(turns), -2 * math.pi * turns)
 
 
 def taps(gradient: Tensor, geometry: Geometry) -> tuple[Tensor, Grid]:
@@ -65,26 +76,41 @@ def taps(gradient: Tensor, geometry: Geometry) -> tuple[Tensor, Grid]:
     channel c is tap q of channel (p, c). That is an isometry, the same as the s aliased frequencies side by side.
     A transposed convolution is taken by its adjoint, which has the same norm: rows and columns change their roles.
     """
-    axes = len(geometry.size)
-    if not axes:
+    if not geometry.size:
         matrix = gradient.reshape(1, gradient.shape[0] if gradient.dim() else 1, -1)
         return matrix, Grid(torch.zeros(1, 1, dtype=torch.int64, device=gradient.device), (1,))
-    device = gradient.device
-    stride = torch.tensor(geometry.stride or (1,) * axes, device=device)
-    size = torch.tensor(geometry.size, device=device)
-    if not geometry.transposed:
+    taken = (tuple(gradient.shape[2:]), tuple(geometry.size), tuple(geometry.stride), tuple(geometry.dilation))
+    grid, index, phases = _places(*taken, geometry.transposed, gradient.device)
+    values = gradient.flatten(2).permute(2, 0, 1).contiguous()
+    if index is None:
+        return values, grid
+    rows, columns = gradient.shape[:2]
+    added = values.new_zeros(len(grid.place) * phases, rows * columns).index_add_(0, index, values.flatten(1))
+    return added.view(len(grid.place), phases, rows, columns).transpose(1, 2).flatten(2), grid
+
+
+@lru_cache(maxsize=16)
+def _places(
+    kernel: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    device: torch.device,
+) -> tuple[Grid, Tensor | None, int]:
+    """Where taps lie, which of them each tap of the kernel is added to (None: it is one by itself), and how many phases a stride has."""
+    axes = len(kernel)
+    stride = torch.tensor(strides or (1,) * axes, device=device)
+    size = torch.tensor(sizes, device=device)
+    if not transposed:
         size = (size + stride - 1) // stride
-    offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in gradient.shape[2:])).view(-1, axes)
-    offset = offset * torch.tensor(geometry.dilation or (1,) * axes, device=device)
+    offset = torch.cartesian_prod(*(torch.arange(k, device=device) for k in kernel)).view(-1, axes)
+    offset = offset * torch.tensor(dilation or (1,) * axes, device=device)
     if bool((stride == 1).all() and (offset[-1] < size).all()):  # every tap has its own place: nothing to add up
-        return gradient.flatten(2).permute(2, 0, 1), Grid.over(offset, size)
+        return Grid.over(offset, size), None, 1
     place, tap = torch.unique(offset // stride % size, dim=0, return_inverse=True)
     phases, phase = torch.unique(offset % stride, dim=0, return_inverse=True)
-    rows, columns = gradient.shape[:2]
-    values = gradient.new_zeros(len(place) * len(phases), rows * columns)
-    values.index_add_(0, tap * len(phases) + phase, gradient.flatten(2).permute(2, 0, 1).flatten(1))
-    values = values.view(len(place), len(phases), rows, columns).transpose(1, 2).flatten(2)
-    return values, Grid.over(place, size)
+    return Grid.over(place, size), tap * len(phases) + phase, len(phases)
 
 
 def _energies(values: Tensor, grid: Grid) -> Iterator[Tensor]:
