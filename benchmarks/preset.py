@@ -1,9 +1,9 @@
-"""The study of the default: in which way `preset="auto"` grows widths where a model has no stack of blocks.
+"""The study of the default: in which way `preset="auto"` grows widths where a model has no stack of blocks, and when it doubles a stack.
 
 Networks and seeds are others than those of any published table, and so is the data but for Fashion-MNIST. All spend the same FLOPs, checks
 included.
 
-    python -m benchmarks.preset --data DIR             # about a quarter of an hour on one core; what is stored is not computed again
+    python -m benchmarks.preset --data DIR             # about an hour on one core; what is stored is not computed again
     python -m benchmarks.preset --data DIR --out benchmarks/preset.jsonl --show      # the tables of the documentation
 """
 
@@ -14,12 +14,12 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sensli import Grower, Rates
 from sensli.text.tables import text_table
@@ -28,13 +28,16 @@ from sensli_lab.compare.front import LossCurve, front_ratios
 from sensli_lab.compare.jobs import Job, Run
 from sensli_lab.compare.methods import Method, methods
 from sensli_lab.compare.task import Task, TaskData, TaskPart, plain_network, sizes_of
+from sensli_lab.compare.tasks.code import CODE, HELD, sources
 from sensli_lab.compare.tasks.images import FASHION, VGG, image_loader, vgg
 from sensli_lab.compare.tasks.teacher import TEACHER
+from sensli_lab.compare.tasks.text import cut, split_windows
 from sensli_lab.compare.training import JobTraining
 from sensli_lab.paper.machine import generator
 
 FIRST = 1000  # seed
-SEEDS = {"clothes": 1, "clothes, short": 1, "board": 6, "pixels": 1, "student": 6}
+SEEDS = {"clothes": 1, "clothes, short": 1, "board": 6, "pixels": 1, "student": 6, "sources": 2, "sources, short": 2}
+BLOCKS = ("sources", "sources, short")  # the tasks with a stack of blocks
 
 # ---- The tasks.
 
@@ -48,6 +51,16 @@ def _board(folder: Path | None, seed: int) -> TaskData:
         return TaskPart(x - 2, x.floor().sum(1).remainder(2).long())
 
     return TaskData(part(800), part(400), part(400))
+
+
+@lru_cache(maxsize=1)
+def _sources() -> Tensor:
+    """Those of torch, which is installed with this package."""
+    return cut(b"\n".join(path.read_bytes() for path in sources(Path(torch.__file__).parent)))
+
+
+def _load_sources(folder: Path | None, seed: int) -> TaskData:
+    return split_windows(_sources(), HELD)
 
 
 CLOTHES = replace(
@@ -91,6 +104,8 @@ TASKS = {
         TEACHER, name="student-adam", sizes=sizes_of(TEACHER.sizes["small"].func, small=(4,), middle=(8,), large=(16,)),  # type: ignore[attr-defined]
         optimizer=partial(torch.optim.Adam, lr=0.01), calls=100, until=0.6,
     ),
+    "sources": replace(CODE, name="sources", load=_load_sources),
+    "sources, short": replace(CODE, name="sources-short", load=_load_sources, steps=200, calls=100),
 }  # fmt: skip
 
 # ---- The ways to grow.
@@ -121,11 +136,21 @@ WAYS: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
     "all alike, a half, slower, spaced": (_slower, {"what": "uniform", "units": 0.5}),
     "all alike, a half, near its end": (_near_its_end, {"what": "uniform", "units": 0.5}),
 }
+_STACK = {"strategy": "stack", "order": "interleave"}
+WHEN: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
+    f"{share:g}, apart {apart:g}": (partial(Saturating, share, calls=16, apart=apart), _STACK)
+    for share, apart in ((0.2, 2), (0.2, 1), (0.3, 2), (0.3, 1), (0.4, 2), (0.4, 1), (0.5, 1))
+}
+
+
+def ways(task: str) -> dict[str, tuple[Callable[[], Trigger], dict[str, Any]]]:
+    """The arms of a task that grow."""
+    return WHEN if task in BLOCKS else WAYS
 
 
 class _Training(JobTraining):
     def _grower(self, model: nn.Module, optimizer: Any, scheduler: Any) -> Grower:
-        trigger, options = WAYS[self.job.method.name]
+        trigger, options = (WAYS | WHEN)[self.job.method.name]
         return Grower(
             model, optimizer, trigger=trigger() & Limit(factor=10), example=self.task.sample(), scheduler=scheduler, max_factor=None,
             max_check_share="auto", **{"rates": Rates(), **options},
@@ -137,7 +162,8 @@ def run(task: Task, arm: str, seed: int, data: Path) -> Run:
     torch.set_num_threads(1)
     known = methods(task)
     method = known[arm] if arm in task.sizes else Method(arm, arm, "sensli", waits=True)
-    training = _Training(Job(task, method, seed, lr_factor=1.0), task.load(data, seed))
+    own = None if task.tokens else 1.0  # the learning rates of a transformer's sizes differ
+    training = _Training(Job(task, method, seed, lr_factor=own), task.load(data, seed))
     while not training.finished:
         training.advance()
     return training.ended()
@@ -156,7 +182,7 @@ def compute(path: Path, data: Path, tasks: list[str]) -> None:
     for name in tasks:
         task = TASKS[name]
         for seed in range(FIRST, FIRST + SEEDS[name]):
-            for arm in (*task.sizes, *WAYS):
+            for arm in (*task.sizes, *ways(name)):
                 if (name, arm, seed) in _stored(path):
                     continue
                 found = run(task, arm, seed, data)
@@ -175,7 +201,7 @@ def rows(path: Path, task: str) -> Iterator[tuple[str, ...]]:
     """Means over the seeds: the loss at the end, FLOPs beside the best fixed size, growths, parameters, checks."""
     found = {(arm, seed): line for (name, arm, seed), line in _stored(path).items() if name == task}
     sizes = tuple(TASKS[task].sizes)
-    for arm in (*sizes, *WAYS):
+    for arm in (*sizes, *ways(task)):
         mine = [line for (name, _), line in found.items() if name == arm]
         if not mine:
             continue

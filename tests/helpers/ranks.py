@@ -104,6 +104,7 @@ def _forked(
 ) -> subprocess.CompletedProcess[str]:
     program = folder / "program.py"
     program.write_text(FORKED)
+    (folder / "result.store").unlink(missing_ok=True)  # of earlier ranks, which cannot be met any more
     arguments = [function.__module__, function.__name__, str(folder / "result"), str(processes), how]
     return warm.run([str(program), *arguments], folder, imports)
 

@@ -29,7 +29,7 @@ def build_transformer(blocks: int) -> Transformer:
 
 def sources(folder: Path) -> list[Path]:
     """The files of a library, without what was installed beside it, in an order that does not depend on the system."""
-    found = (path for path in folder.rglob("*.py") if "site-packages" not in path.parts)
+    found = (path for path in folder.rglob("*.py") if "site-packages" not in path.relative_to(folder).parts)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
