@@ -253,3 +253,17 @@ def test_errors_name_what_is_known() -> None:
         squared_norm(torch.zeros(2, 2, 3, 3), "operator", Geometry((4, 4), groups=3))
     with pytest.raises(ValueError, match="complex"):
         squared_norm(torch.zeros(2, 2, dtype=torch.complex64), "operator")
+
+
+@pytest.mark.parametrize("form", ["2d", "stride", "dilation", "kernel larger than map"])
+def test_what_is_kept_of_one_kernel_serves_others(form: str) -> None:
+    """Another precision, another layout, other numbers of channels, and what was made in inference mode."""
+    shape, geometry = CASES[form]
+    spectrum._places.cache_clear()
+    with torch.inference_mode():
+        squared_norm(random(*shape).float(), "operator", geometry)
+    for seed, more in ((1, 0), (2, 3)):
+        kernel = random(shape[0] + more, *shape[1:], seed=seed).contiguous(memory_format=torch.channels_last)
+        expected = oracle(kernel, "operator", explicit_matrix(kernel, geometry))
+        assert squared_norm(kernel, "operator", geometry) == pytest.approx(expected, rel=1e-9)
+    assert spectrum._places.cache_info().misses == 1

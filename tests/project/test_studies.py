@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,23 @@ def test_the_table_of_triggers_has_geometric_means_over_paired_seeds() -> None:
     assert all(rows[name][-5:] == [factor, factor, factor, factor, "2.0"] for name in others)
 
 
-def test_the_table_of_the_rules_for_units_is_that_of_the_file() -> None:
+@pytest.mark.parametrize(
+    ("head", "tasks", "ways"),
+    [
+        ("| | CNN, long |", [name for name in preset.TASKS if name not in preset.BLOCKS], preset.WAYS),
+        ("| | long | short |", preset.BLOCKS, preset.WHEN),
+    ],
+    ids=["units", "blocks"],
+)
+def test_the_tables_of_the_rules_are_those_of_the_file(head: str, tasks: Sequence[str], ways: Iterable[str]) -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs/results/long-budgets.md").read_text()
-    _, _, *printed = page[page.index("| | CNN, long |") :].split("\n\n")[0].splitlines()
-    found = [{row[0]: row[2] for row in preset.rows(root / "benchmarks/preset.jsonl", task)} for task in preset.TASKS]
+    _, _, *printed = page[page.index(head) :].split("\n\n")[0].splitlines()
+    found = [{row[0]: row[2] for row in preset.rows(root / "benchmarks/preset.jsonl", task)} for task in tasks]
     for line in printed:
         arm, *numbers = (cell.strip(" *") for cell in line.strip("|").split("|"))
         assert numbers == [each[arm] for each in found], arm
-    assert {line.strip("|").split("|")[0].strip(" *") for line in printed} >= set(preset.WAYS)
+    assert {line.strip("|").split("|")[0].strip(" *") for line in printed} >= set(ways)
 
 
 def test_the_tables_of_the_page_are_those_of_the_file() -> None:

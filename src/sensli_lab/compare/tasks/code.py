@@ -82,6 +82,13 @@ ARMS = (
     when_triggered("slow", "the whole stack twice, when training on brings little for its FLOPs", **_STACK),
 )
 
+# Factors on the learning rate, chosen on seed 1000 from a half, one and two: `sensli compare tune code`.
+_HALF = (
+    "stack-5-15", "stack-10-25", "stack-10-40", "stack-20-40", "stack-30-60", "once-20", "once-40", "twin-10-25", "least-10-25",
+    "uniform-5-10-15-25", "stack-saturating",
+)  # fmt: skip
+_TWICE = ("small", "middle", "deep", "once-5", "once-75")
+
 CODE = Task(
     name="code",
     title="the standard library of Python, byte by byte, transformers of width 32",
@@ -96,7 +103,7 @@ CODE = Task(
     looks=(0.05, 0.1, 0.15, 0.2, 0.25, 0.3),
     looked_at=64,
     arms=ARMS,
-    rates={"small": 2.0, "middle": 2.0, "deep": 2.0},
+    rates=dict.fromkeys(_HALF, 0.5) | dict.fromkeys(_TWICE, 2.0),
     warmup=0.01,
     decay=0.2,
     points=50,
