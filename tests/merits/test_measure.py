@@ -456,6 +456,20 @@ def test_the_table_shows_cost_and_dead_units():
     assert text.index(str(merits.best.site)) < text.index(str(merits.worst.site))
 
 
+def test_a_unit_that_only_the_last_sample_wakes_is_not_dead():
+    model = fnn()
+    with torch.no_grad():
+        model[0].bias[:] = torch.tensor([9.0, -9.0, 9.0, 1.0])
+        model[0].weight[:3] *= 0.1
+        model[0].weight[3] = -1.0
+    ((x, y),) = batches((12,))
+    x.fill_(1.0)
+    sites = find_sites(model, x)
+    assert measure(model, sites, [(x, y)], loss_fn)[0].dead == 0.5
+    x[-1] = -1.0
+    assert measure(model, sites, [(x, y)], loss_fn)[0].dead == 0.25
+
+
 def test_equal_merits_are_ranked_in_the_order_given():
     sites = find_sites(deep(5), points())
     merits = Merits(
