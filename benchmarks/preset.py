@@ -138,8 +138,11 @@ WAYS: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
 }
 _STACK = {"strategy": "stack", "order": "interleave"}
 WHEN: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
-    f"{share:g}, apart {apart:g}": (partial(Saturating, share, calls=16, apart=apart), _STACK)
-    for share, apart in ((0.2, 2), (0.2, 1), (0.3, 2), (0.3, 1), (0.4, 2), (0.4, 1), (0.5, 1))
+    f"{share:g}, apart {apart:g}{f', after {steps:,} steps' if steps else ''}": (
+        partial(Saturating, share, calls=16, apart=apart, steps=steps),
+        _STACK,
+    )
+    for share, apart, steps in ((0.2, 2, 1000), (0.2, 2, 0), (0.2, 1, 0), (0.4, 2, 0), (0.4, 1, 0))
 }
 
 

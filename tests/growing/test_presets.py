@@ -283,18 +283,50 @@ def flat(grower: Grower, calls: int) -> None:
         grower.step(iter(PAIRS), nn.functional.mse_loss, metric=1.0)
 
 
+def steps(grower: Grower, count: int) -> None:
+    for _ in range(count):
+        grower.optimizers[0].step()
+
+
 PAIRS = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
 
 
 def test_a_stack_of_blocks_doubles_when_it_has_learned_what_it_can() -> None:
     told: list[str] = []
     one = on_blocks(log=lambda look: told.append(str(look)))
+    steps(one, 1000)
     flat(one, 15)
     assert not one.history and "strategy='stack', what='layers', trigger=(Saturating(0.2, calls=16" in repr(one)
     flat(one, 1)
     assert len(one.model.blocks) == 4 and len(one.history) == 1 and "each of 2 blocks" in str(one.history[0].site)
     assert told[0].startswith("preset='auto': strategy='stack'") and "the function is not kept" in told[0]
     assert one.options.rates == Rates()  # blocks have moments of their own
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_check_share": None}, {"max_check_share": 0.5}])
+def test_it_does_not_double_in_the_first_thousand_steps(limit: Any) -> None:
+    one = on_blocks(**limit)
+    flat(one, 1)  # with max_check_share=None steps are counted from the first call on
+    steps(one, 999)
+    flat(one, 40)
+    assert not one.history
+    again = on_blocks(**limit)
+    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    for each in (one, again):
+        flat(each, 1)
+        assert not each.history
+        steps(each, 1)
+        flat(each, 1)
+        assert len(each.history) == 1
+    assert again.state_dict() == one.state_dict()
+
+
+def test_without_steps_that_can_be_counted_it_doubles_when_its_loss_rests() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing trains it
+        one = Grower(Blocks())
+        flat(one, 16)
+    assert len(one.history) == 1
 
 
 def warms_for(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, **options: Any) -> int | None:
@@ -391,6 +423,7 @@ def test_the_decision_is_saved_and_taken_back_if_the_first_step_fails() -> None:
     with pytest.raises(MeasurementError):
         other.step([(torch.randn(8, 4), torch.randn(8, 1), "three")], nn.functional.mse_loss)
     assert other.options is before and "decides at the first step" in repr(other)
+    steps(one, 1000)
     flat(one, 7)
     state = json.loads(json.dumps(one.state_dict()))
     with pytest.raises(SensliError):

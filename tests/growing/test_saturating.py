@@ -119,6 +119,16 @@ def test_a_long_training_is_kept_in_few_numbers_and_fires_at_the_right_call() ->
     assert len(state["points"]) <= 64 and sum(count for _, _, count in state["points"]) == 800
 
 
+def test_it_waits_for_steps_where_they_are_counted() -> None:
+    trigger = Saturating(steps=100) & triggers.Limit(growths=1)
+    assert trigger.needs_steps and not (Saturating() | triggers.Every(2)).needs_steps
+    assert repr(Saturating(0.2, steps=100)) == "Saturating(0.2, calls=8, apart=2, steps=100)"
+    fired = [call for call in range(1, 30) if trigger.fires(TriggerContext(call, 1.0, steps=10 * call))]
+    assert fired[0] == 10  # what it saw before counts
+    unknown = Saturating(steps=100)
+    assert [call for call in range(1, 10) if unknown.fires(TriggerContext(call, 1.0))] == [8, 9]
+
+
 def test_it_needs_a_metric() -> None:
     assert Saturating().needs_metric
     with pytest.raises(ValueError, match=r"Saturating needs a metric: call grower\.step"):
@@ -133,6 +143,7 @@ def test_it_needs_a_metric() -> None:
         ({"share": "much"}, "share must be between 0 and 1"),
         ({"calls": 4}, r"calls must be a whole number of at least 5 \(for example 8\), got 4"),
         ({"calls": 8.0}, "calls must be a whole number"),
+        ({"steps": -1}, r"steps must be a whole number of at least 0 \(for example 1000\), got -1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -340,7 +340,10 @@ class Call:
     @property
     def _context(self) -> TriggerContext:
         """What triggers and strategies are told, as it is now."""
-        return TriggerContext(self.number, self.watched, self.history.additions, self.sizes, self.options.what)
+        return TriggerContext(
+            self.number, self.watched, self.history.additions, self.sizes, self.options.what,
+            steps=self.price.steps if self.price.counting else None,
+        )  # fmt: skip
 
 
 # ---- The state of a Grower: remembered in case a step fails, and read from a checkpoint, checked before anything is
@@ -353,7 +356,7 @@ def remember_state(history: History, strategy: Strategy, trigger: Trigger, price
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
-    paid = {} if price.share is None else price.state_dict()
+    paid = price.state_dict()
 
     def put_back() -> None:
         history.record.become(record)
@@ -442,11 +445,11 @@ class Grower:
         optimizer: The optimizer or optimizers that train the model. Without one nothing trains what is new; none is needed for an
             expansion before the optimizer is made.
         preset: ``"auto"`` is what we recommend. A stack of equal blocks, as in a transformer, doubles by copies of its blocks when it has
-            nearly learned what it can: ``Saturating``. Every other model gets units, those that are worth most for their FLOPs, when they
-            pay for them or training has slowed down, at growing distances: ``(Pays() | Diminishing()) & Spaced()``. Both stop at ten times
-            the parameters. It is decided at the first step, unless you say what to grow. ``"paper"`` is
-            Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights, when the trigger that you
-            give fires. Every other argument overrides it (default: "auto").
+            nearly learned what it can, after 1,000 steps of the optimizer: ``Saturating``. Every other model gets units, those that
+            are worth most for their FLOPs, when they pay for them or training has slowed down, at growing distances:
+            ``(Pays() | Diminishing()) & Spaced()``. Both stop at ten times the parameters. It is decided at the first step, unless you
+            say what to grow. ``"paper"`` is Algorithm 1 of the paper: layers whose merit is at least the mean over the existing weights,
+            when the trigger that you give fires. Every other argument overrides it (default: "auto").
         trigger: When to check, one of `sensli.triggers`, for example ``Every(10) & Limit(growths=3)``. None takes that of the preset.
         strategy: What is proposed at a check, how it is scored and what is taken: a name that is registered, such as ``"stack"``, which
             copies whole stacks of blocks, or a `Strategy` object. None takes that of the preset, or ``"sensli"``.
@@ -515,6 +518,8 @@ class Grower:
         self._recycling = Recycling(self._followers)
         self._watching = Watching(model, self._strategy, self.options, self._followers)
         self._price = CheckPrice(self.options.max_check_share, self.optimizers)
+        if self.options.trigger.needs_steps:
+            self._price.count_steps(self.optimizers)
         self._said_too_large = False
         self._strategy.attend(bare(model), self.optimizers, self.history)
         self._said_no_optimizer = bool(self.optimizers)
@@ -664,6 +669,8 @@ class Grower:
         options = Options.of("auto", trigger=trigger, **ON_BLOCKS, **kept)
         strategy = strategy_of(options)
         strategy.attend(bare(self.model), self.optimizers, self.history)
+        if options.trigger.needs_steps:
+            self._price.count_steps(self.optimizers)
         self._become(options, strategy, Watching(self.model, strategy, options, self._followers), True, False)
 
     def _become(self, options: Options, strategy: Strategy, watching: Watching, on_blocks: bool, is_open: bool) -> None:
@@ -740,7 +747,7 @@ class Grower:
             "history": self.history.to_dict(),
             "trigger": self.options.trigger.state_dict(),
             **self._strategy.state_dict(),
-            **({} if self._price.share is None else {"price": self._price.state_dict()}),
+            **({"price": paid} if (paid := self._price.state_dict()) else {}),
             **({"on_blocks": True} if self._on_blocks else {}),
         }
 

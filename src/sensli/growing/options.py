@@ -339,6 +339,7 @@ def leaves_open(preset: str, strategy: str | Strategy | None, given: Collection[
     return preset == "auto" and strategy is None and not said & set(given) and not any(others.values())
 
 
+STEPS = 1000  # before which a stack does not double: the loss may rest there and then fall on
 MOST = 10  # times the parameters that a model begins with: a default must not grow without end
 
 
@@ -351,7 +352,7 @@ def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
         )
     kind = strategy_class(strategy) if isinstance(strategy, str) else strategy
     often = Pays() | Diminishing() if kind.shares else Diminishing()
-    return (Saturating(0.2, calls=16) if strategy == "stack" else often & Spaced()) & Limit(factor=MOST)
+    return (Saturating(0.2, calls=16, steps=STEPS) if strategy == "stack" else often & Spaced()) & Limit(factor=MOST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,8 +46,14 @@ class CheckPrice:
         self.losses = 0  # batches of which only the loss was taken
         self.last: int | None = None  # batches of the last check
         self.skipped = 0  # calls since then
-        if self.share is not None and optimizers and hasattr(optimizers[0], "register_step_post_hook"):
-            own = weakref.ref(self)
+        self.counting = False
+        if self.share is not None:
+            self.count_steps(optimizers)
+
+    def count_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the steps from now on, if nobody does."""
+        if not self.counting and optimizers and hasattr(optimizers[0], "register_step_post_hook"):
+            own, self.counting = weakref.ref(self), True
 
             def count(*_: Any) -> None:
                 price = own()
@@ -86,8 +92,8 @@ class CheckPrice:
         return _CountedBatches(self, batches, most)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; empty where there is no limit."""
-        return {} if self.share is None else {name: getattr(self, name) for name in _STATE}
+        """Plain data; empty where nothing is counted."""
+        return {} if self.share is None and not self.counting else {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. A state of a Grower without a limit has nothing of it. Raises ValueError if it is damaged."""

@@ -136,12 +136,15 @@ class Saturating(Trigger):
         share: The share of c (default: 0.25).
         calls: The least number of calls with a metric that a fit needs, and the least number of calls between two looks (default: 8).
         apart: After a growth it waits for this many times the calls before it (default: 2.0).
+        steps: The least number of steps of the optimizer. Early in a training a loss may rest for a while and then fall on, which
+            nothing in its curve foretells (default: 0).
     """
 
-    def __init__(self, share: float = 0.25, *, calls: int = 8, apart: float = 2.0) -> None:
+    def __init__(self, share: float = 0.25, *, calls: int = 8, apart: float = 2.0, steps: int = 0) -> None:
         self.share = checks.share("share", share, 0.25)
         self.calls = checks.whole("calls", calls, 8, least=5)
         self.apart = checks.at_least("apart", apart, 0, 2.0)
+        self.steps = checks.whole("steps", steps, 1000, least=0)
         self._begun = 0  # calls before the last growth
         self._time = 0  # calls since then
         self._curve = LearningCurve()
@@ -152,6 +155,10 @@ class Saturating(Trigger):
     @property
     def needs_metric(self) -> bool:
         return True
+
+    @property
+    def needs_steps(self) -> bool:
+        return self.steps > 0
 
     def fires(self, context: TriggerContext) -> bool:
         if context.metric is None:
@@ -171,6 +178,7 @@ class Saturating(Trigger):
             if self._level is None:
                 self._curve.add(now, context.metric)
         waits = self._waited < self.calls * (1 << max(self._vain - 1, 0)) or self._time < self.apart * self._begun
+        waits = waits or (context.steps is not None and context.steps < self.steps)
         if self._curve.count < self.calls or waits:
             return False
         return self._curve.saturation(now, self.share, self._begun) >= _LIKELY
@@ -195,7 +203,8 @@ class Saturating(Trigger):
             setattr(self, f"_{name}", state[name])
 
     def __repr__(self) -> str:
-        return f"Saturating({self.share:g}, calls={self.calls}, apart={self.apart:g})"
+        steps = f", steps={self.steps}" if self.steps else ""
+        return f"Saturating({self.share:g}, calls={self.calls}, apart={self.apart:g}{steps})"
 
 
 _LIKELY = 2 / 3  # at least twice as likely as not
