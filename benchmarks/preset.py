@@ -36,8 +36,21 @@ from sensli_lab.compare.training import JobTraining
 from sensli_lab.paper.machine import generator
 
 FIRST = 1000  # seed
-SEEDS = {"clothes": 1, "clothes, short": 1, "board": 6, "pixels": 1, "student": 6, "sources": 2, "sources, short": 2}
-BLOCKS = ("sources", "sources, short")  # the tasks with a stack of blocks
+SEEDS = {
+    "clothes": 1,
+    "clothes, short": 1,
+    "board": 6,
+    "pixels": 1,
+    "student": 6,
+    "sources": 2,
+    "sources, middle": 2,
+    "sources, short": 2,
+}
+BLOCKS = ("sources", "sources, middle", "sources, short")  # the tasks with a stack of blocks
+# Of their fixed sizes: factors on the learning rate, chosen on seed 1010 from a quarter, a half, one, two and four for each budget.
+_SHORT = {"middle": 0.5, "deep": 0.5, "large": 0.25}
+_MIDDLE = {"large": 0.25}
+_LONG = {"small": 2.0, "middle": 2.0, "deep": 2.0}
 
 # ---- The tasks.
 
@@ -61,6 +74,10 @@ def _sources() -> Tensor:
 
 def _load_sources(folder: Path | None, seed: int) -> TaskData:
     return split_windows(_sources(), HELD)
+
+
+def _on_sources(name: str, steps: int, calls: int, rates: dict[str, float]) -> Task:
+    return replace(CODE, name=name, load=_load_sources, steps=steps, calls=calls, rates=rates)
 
 
 CLOTHES = replace(
@@ -104,8 +121,9 @@ TASKS = {
         TEACHER, name="student-adam", sizes=sizes_of(TEACHER.sizes["small"].func, small=(4,), middle=(8,), large=(16,)),  # type: ignore[attr-defined]
         optimizer=partial(torch.optim.Adam, lr=0.01), calls=100, until=0.6,
     ),
-    "sources": replace(CODE, name="sources", load=_load_sources),
-    "sources, short": replace(CODE, name="sources-short", load=_load_sources, steps=200, calls=100),
+    "sources": _on_sources("sources", 2000, 200, _LONG),
+    "sources, middle": _on_sources("sources-middle", 600, 150, _MIDDLE),
+    "sources, short": _on_sources("sources-short", 200, 100, _SHORT),
 }  # fmt: skip
 
 # ---- The ways to grow.

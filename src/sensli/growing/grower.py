@@ -356,7 +356,7 @@ def remember_state(history: History, strategy: Strategy, trigger: Trigger, price
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
-    paid = price.state_dict()
+    paid = price.state_dict() if price.used else {}
 
     def put_back() -> None:
         history.record.become(record)
@@ -747,7 +747,7 @@ class Grower:
             "history": self.history.to_dict(),
             "trigger": self.options.trigger.state_dict(),
             **self._strategy.state_dict(),
-            **({"price": paid} if (paid := self._price.state_dict()) else {}),
+            **({"price": self._price.state_dict()} if self._price.used else {}),
             **({"on_blocks": True} if self._on_blocks else {}),
         }
 

@@ -46,14 +46,15 @@ class CheckPrice:
         self.losses = 0  # batches of which only the loss was taken
         self.last: int | None = None  # batches of the last check
         self.skipped = 0  # calls since then
-        self.counting = False
-        if self.share is not None:
+        self.counting = False  # steps
+        self.used = self.share is not None  # whether there is something to save
+        if self.used:
             self.count_steps(optimizers)
 
     def count_steps(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the steps from now on, if nobody does."""
         if not self.counting and optimizers and hasattr(optimizers[0], "register_step_post_hook"):
-            own, self.counting = weakref.ref(self), True
+            own, self.counting, self.used = weakref.ref(self), True, True
 
             def count(*_: Any) -> None:
                 price = own()
@@ -93,7 +94,7 @@ class CheckPrice:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; empty where nothing is counted."""
-        return {} if self.share is None and not self.counting else {name: getattr(self, name) for name in _STATE}
+        return {} if not self.used else {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. A state of a Grower without a limit has nothing of it. Raises ValueError if it is damaged."""

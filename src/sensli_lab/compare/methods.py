@@ -257,20 +257,18 @@ KINDS = ("fixed", "reference", "sensli", "control", "rival", "own", "long")
 # fifth of the FLOPs.
 
 
-def at_shares(name: str, words: str, *percents: int, **options: Any) -> Method:
-    """Growths at these percents of the FLOPs, which are a part of the name."""
+def at_shares(name: str, words: str, *percents: int, trial: float | None = None, **options: Any) -> Method:
+    """Growths, or trials of them, at these percents of the FLOPs, which are a part of the name."""
     shares = tuple(percent / 100 for percent in percents)
     schedule = MethodSchedule("", shares, "last fifth")
-    return Method(
-        "-".join([name, *map(str, dict.fromkeys(percents))]), words, "long", options=options, schedule=schedule
-    )
+    full = "-".join([name, *map(str, dict.fromkeys(percents))])
+    return Method(full, words, "long", options=options, schedule=schedule, trial=trial)
 
 
 def when_triggered(name: str, words: str, **options: Any) -> Method:
     """Growths when the trigger of this name says it."""
-    return Method(
-        f"{options.get('strategy', 'sensli')}-{name}", words, "long", options=options, waits=True, trigger=name
-    )
+    kind = options.get("form") or options.get("strategy", "sensli")
+    return Method(f"{kind}-{name}", words, "long", options=options, waits=True, trigger=name)
 
 
 DEFAULT = Method(

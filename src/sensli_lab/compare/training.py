@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 
 _OF_RATES = ("freeze_rest", "warmup", "depth_power")
 # What a method that waits may ask, by name.
-TRIGGERS: dict[str, Callable[[], Trigger]] = {"slow": Diminishing, "saturating": Saturating}
+TRIGGERS: dict[str, Callable[[], Trigger]] = {"slow": Diminishing, "saturating": Saturating, "pays": Pays}
 _NAMES = {"grow": "what", "count": "max_growths"}  # of options of `Grower`, before and now
 
 

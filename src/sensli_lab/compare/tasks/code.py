@@ -52,6 +52,7 @@ def load_sources(folder: Path | None, seed: int) -> TaskData:
 
 
 _STACK = {"strategy": "stack"}
+_TRIED = (5, 10, 15, 20, 25, 30, 40)
 _TWIN = {"what": "layers", "form": "twin", "select": "last"}
 
 ARMS = (
@@ -80,6 +81,8 @@ ARMS = (
     at_shares("uniform", "all widths by a half, at each of four moments", 5, 10, 15, 25, what="uniform"),
     when_triggered("saturating", "the whole stack twice, when the loss is near the end that its curve tells", **_STACK),
     when_triggered("slow", "the whole stack twice, when training on brings little for its FLOPs", **_STACK),
+    when_triggered("pays", "a twin, when it adds twice as much to the gradient as to the FLOPs", **_TWIN),
+    at_shares("tried", "the whole stack twice, if that wins a short trial", *_TRIED, trial=1 / 32, **_STACK),
 )
 
 # Factors on the learning rate, chosen on seed 1000 from a half, one and two: `sensli compare tune code`.
