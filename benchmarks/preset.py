@@ -50,7 +50,7 @@ BLOCKS = ("sources", "sources, middle", "sources, short")  # the tasks with a st
 # Of their fixed sizes: factors on the learning rate, chosen on seed 1010 from a quarter, a half, one, two and four for each budget.
 _SHORT = {"middle": 0.5, "deep": 0.5, "large": 0.25}
 _MIDDLE = {"large": 0.25}
-_LONG = {"small": 2.0, "middle": 2.0, "deep": 2.0}
+_LONG = {"deep": 2.0}
 
 # ---- The tasks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -176,9 +178,99 @@ def test_the_count_ends_with_the_grower() -> None:
     assert len(optimizer._optimizer_step_post_hooks) == 1
     del grower
     gc.collect()
-    assert not optimizer._optimizer_step_post_hooks
-    make_grower(model, optimizer, max_check_share=None)
-    assert not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_post_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+class Asked(triggers.Trigger):
+    """Notes the steps that it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int | None] = []
+
+    def fires(self, context: triggers.TriggerContext) -> bool:
+        self.steps.append(context.steps)
+        return False
+
+
+class OfParent(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def told(grower: Grower) -> int | None:
+    grower.step(batches(1), mse_loss)
+    trigger = grower.options.trigger
+    assert isinstance(trigger, Asked)
+    return trigger.steps[-1]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, OfParent])
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_each_step_is_counted_once_and_triggers_are_told(kind: Any, share: Any) -> None:
+    model = network()
+    optimizer = kind(model.parameters(), lr=0.01)
+    grower = make_grower(model, optimizer, max_check_share=share, trigger=Asked())
+    assert told(grower) is None  # nobody knows yet whether it tells of its steps
+    train(model, optimizer, 5)
+    assert told(grower) == 5
+    again = make_grower(model, kind(model.parameters(), lr=0.01), max_check_share=share, trigger=Asked())
+    again.load_state_dict(grower.state_dict())
+    again.add_steps(3)
+    train(model, again.optimizers[0], 2)
+    assert told(again) == 10 and told(grower) == 5
+    with pytest.raises(ValueError, match="count must be a whole number of at least 0"):
+        grower.add_steps(-1)
+
+
+def test_a_step_that_fails_is_none() -> None:
+    model = network()
+    optimizer = make_optimizer(model)
+    grower = make_grower(model, optimizer, trigger=Asked())
+
+    def fails() -> Any:
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        optimizer.step(fails)
+    train(model, optimizer, 2)
+    assert told(grower) == 2
+
+
+def test_of_several_optimizers_the_one_counts_that_takes_most_steps() -> None:
+    model: Any = network()
+    first, second = (torch.optim.SGD(model[index].parameters(), lr=0.01) for index in (0, 2))
+    third = torch.optim.SGD(model[4].parameters(), lr=0.01)
+    grower = make_grower(model, [first, second, third], trigger=Asked())
+    for _ in range(4):
+        second.step()
+        third.step()
+    second.step()
+    assert told(grower) == 5
+
+
+def test_a_copy_counts_the_steps_of_the_copies() -> None:
+    model = network()
+    optimizer = make_optimizer(model)
+    grower = make_grower(model, optimizer, trigger=Asked())
+    train(model, optimizer, 3)
+    copied = copy.deepcopy((model, optimizer, grower))
+    train(*copied[:2], 4)
+    assert told(grower) == 3 and told(copied[2]) == 7
+
+
+def uneven_steps_on_ranks() -> None:
+    rank = dist.get_rank()
+    model: Any = DistributedDataParallel(network())
+    optimizer = make_optimizer(model)
+    grower = make_grower(model, optimizer, trigger=Asked())
+    with Join([model]):  # one rank has fewer batches
+        train(model, optimizer, 7 - 2 * rank)
+    assert told(grower) == 5
+
+
+@pytest.mark.process
+def test_with_uneven_inputs_all_ranks_are_told_the_least(tmp_path: Path) -> None:
+    ranks.run(uneven_steps_on_ranks, 2, tmp_path)
 
 
 def looks_on_ranks() -> None:

@@ -121,7 +121,6 @@ def test_a_long_training_is_kept_in_few_numbers_and_fires_at_the_right_call() ->
 
 def test_it_waits_for_steps_where_they_are_counted() -> None:
     trigger = Saturating(steps=100) & triggers.Limit(growths=1)
-    assert trigger.needs_steps and not (Saturating() | triggers.Every(2)).needs_steps
     assert repr(Saturating(0.2, steps=100)) == "Saturating(0.2, calls=8, apart=2, steps=100)"
     fired = [call for call in range(1, 30) if trigger.fires(TriggerContext(call, 1.0, steps=10 * call))]
     assert fired[0] == 10  # what it saw before counts

@@ -162,9 +162,31 @@ def test_a_warm_up_goes_on_in_a_resumed_fit(what: str, tmp_path: Path) -> None:
         resumed, trainer = fit(tmp_path / "c", 4, callback, ckpt_path=tmp_path / "at2.ckpt", seed=8, dropout=0.0)
         for name, value in whole.state_dict().items():
             assert torch.equal(value, resumed.state_dict()[name]), name
-        assert len(callback.history) == 1 and not trainer.optimizers[0]._optimizer_step_post_hooks
+        hooks = trainer.optimizers[0]._optimizer_step_post_hooks
+        assert len(callback.history) == 1 and len(hooks) == 1  # which counts the steps; the warm-up's has gone
         runs.append(whole.state_dict())
     assert any(not torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+
+
+@pytest.mark.parametrize("way", ["whole", "again", "resumed"])
+def test_all_steps_of_all_fits_are_counted(way: str, tmp_path: Path) -> None:
+    """Also those of the first epoch of a fit, before there is a Grower; an epoch has four steps."""
+    told: list[int | None] = []
+
+    class Asked(triggers.Trigger):
+        def fires(self, context: triggers.TriggerContext) -> bool:
+            told.append(context.steps)
+            return False
+
+    callback, saved = GrowthCallback(Asked(), preset="paper"), None
+    for epoch in [3] if way == "whole" else [1, 2, 3]:
+        if way == "resumed":
+            callback = GrowthCallback(Asked(), preset="paper")
+        _, trainer = fit(tmp_path, 1 if way == "again" else epoch, callback, ckpt_path=saved)
+        if way == "resumed":
+            saved = tmp_path / f"{epoch}.ckpt"
+            trainer.save_checkpoint(saved)
+    assert told == [4, 8, 12]
 
 
 class Growing(Module):

@@ -90,6 +90,36 @@ def test_units_of_a_model_that_takes_a_gradient_itself(monkeypatch: pytest.Monke
     assert found[0] == found[1] > 0
 
 
+class _Ramp(nn.Module):
+    """Counts its passes; its units are read three times as large from the fourth on."""
+
+    def __init__(self, takes_gradients: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.takes_gradients = nn.Linear(6, 8), nn.Linear(8, 1), takes_gradients
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1  # type: ignore[operator, has-type]
+        force = 3 * x.square()
+        if self.takes_gradients:
+            with torch.enable_grad():
+                place = x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(place.pow(3).sum(), place)
+        units = (self.first(x + 0.1 * force)).tanh()
+        return self.second(units if self.passes < 4 else 3 * units)
+
+
+def test_what_a_model_counts_is_counted_once_where_its_code_runs_again() -> None:
+    found = []
+    for takes_gradients in (False, True):
+        torch.manual_seed(0)
+        model, x, y = _Ramp(takes_gradients).double(), torch.randn(5, 6).double(), torch.randn(5, 1).double()
+        (site,) = find_sites(model, x, what="units", init="random")
+        (merit,) = measure(model, [site], [(x, y), (x.flip(0), y), (-x, y)], mse_loss, norm="frobenius", ratio=False)
+        found.append(merit.value)
+    assert found[0] == pytest.approx(found[1], rel=1e-12) and found[0] > 0
+
+
 def test_a_search_for_units_holds_few_activations() -> None:
     count, batch = 40, 4096
     model = nn.Sequential(nn.Linear(8, 8), *(nn.Tanh() for _ in range(count)), nn.Linear(8, 2))

@@ -159,6 +159,7 @@ class Call:
     number: int  # from 1
     metric: float | None  # what was given, the same on all ranks
     watched: float | None  # what the triggers watch: the metric, or what stands for it
+    steps: int | None  # of the optimizer, that all ranks have taken; None if nobody counts them
     model: nn.Module  # or its wrapper
     example: Any
     sizes: Sizes  # counted again after a growth
@@ -342,7 +343,7 @@ class Call:
         """What triggers and strategies are told, as it is now."""
         return TriggerContext(
             self.number, self.watched, self.history.additions, self.sizes, self.options.what,
-            steps=self.price.steps if self.price.counting else None,
+            steps=self.steps,
         )  # fmt: skip
 
 
@@ -356,12 +357,14 @@ def remember_state(history: History, strategy: Strategy, trigger: Trigger, price
     """How to put back what a step changes of a Grower itself."""
     record = history.record.copied()
     chosen, fired = strategy.state_dict(), trigger.state_dict()
-    paid = price.state_dict() if price.used else {}
+    steps, paid = price.steps, None if price.share is None else price.state_dict()
 
     def put_back() -> None:
         history.record.become(record)
         strategy.load_state_dict(chosen)
-        price.load_state_dict(paid)
+        price.steps = steps  # a trial takes some
+        if paid is not None:
+            price.load_state_dict(paid)
         if trigger.state_dict() != fired:
             trigger.load_state_dict(fired)
 
@@ -518,8 +521,6 @@ class Grower:
         self._recycling = Recycling(self._followers)
         self._watching = Watching(model, self._strategy, self.options, self._followers)
         self._price = CheckPrice(self.options.max_check_share, self.optimizers)
-        if self.options.trigger.needs_steps:
-            self._price.count_steps(self.optimizers)
         self._said_too_large = False
         self._strategy.attend(bare(model), self.optimizers, self.history)
         self._said_no_optimizer = bool(self.optimizers)
@@ -575,6 +576,14 @@ class Grower:
         self._watching.asked = True
         idle = not self._watching.may_fire(self._may_fire)
         return Watch(self._watching, self._example, scaler, idle=idle)
+
+    def add_steps(self, count: int) -> None:
+        """Count steps that the optimizer took before this Grower was made: ``Saturating(steps=...)`` waits for so many.
+
+        Args:
+            count: How many.
+        """
+        self._price.steps += checks.whole("count", count, 1000, least=0)
 
     @property
     def has_watched(self) -> bool:
@@ -669,8 +678,6 @@ class Grower:
         options = Options.of("auto", trigger=trigger, **ON_BLOCKS, **kept)
         strategy = strategy_of(options)
         strategy.attend(bare(self.model), self.optimizers, self.history)
-        if options.trigger.needs_steps:
-            self._price.count_steps(self.optimizers)
         self._become(options, strategy, Watching(self.model, strategy, options, self._followers), True, False)
 
     def _become(self, options: Options, strategy: Strategy, watching: Watching, on_blocks: bool, is_open: bool) -> None:
@@ -686,9 +693,9 @@ class Grower:
         self.calls, self.last_merits, self._said_too_large = calls, merits, said
 
     def _call(self, together: Together, metric: Any, change: AllOrNothing) -> Call:
-        agreed = self._agreed_metric(together, metric)
+        agreed, steps = self._agreed(together, metric)
         return Call(
-            self.calls + 1, agreed, self._watched(agreed), self.model, self._example,
+            self.calls + 1, agreed, self._watched(agreed), steps, self.model, self._example,
             Sizes(bare(self.model), self._example), self.options, self._strategy, self._followers, self._recycling,
             self.history, together, change, self._price,
         )  # fmt: skip
@@ -703,13 +710,14 @@ class Grower:
             warnings.warn(text, stacklevel=3)
             self._said_too_large = True
 
-    def _agreed_metric(self, together: Together, metric: Any) -> float | None:
-        """The mean of the ranks' metrics: a trigger must see the same everywhere. One that no rank has stays None."""
+    def _agreed(self, together: Together, metric: Any) -> tuple[float | None, int | None]:
+        """The mean of the ranks' metrics, and the least of their steps: a trigger must see the same everywhere."""
         own = None if metric is None else checks.number("metric", metric)
         counts = {"the number of calls": self.calls, "the number of growths": len(self.history)}
         given = {"metric=": "not given" if own is None else "given", "grower.watch()": self._watching.asked}
-        told = together.agree_on({**given, **counts, **self.options.common}, own, last=False)
-        return None if own is None else sum(told) / len(told)
+        told = together.agree_on({**given, **counts, **self.options.common}, (own, self._price.steps), last=False)
+        metrics, steps = zip(*told, strict=True)
+        return None if own is None else sum(metrics) / len(metrics), min(steps) or None
 
     def _watched(self, metric: float | None) -> float | None:
         """What the triggers watch. That of a preset can do without a metric: it gets the loss of the last check, which is in the record."""
@@ -747,7 +755,7 @@ class Grower:
             "history": self.history.to_dict(),
             "trigger": self.options.trigger.state_dict(),
             **self._strategy.state_dict(),
-            **({"price": self._price.state_dict()} if self._price.used else {}),
+            **({"price": paid} if (paid := self._price.state_dict()) else {}),
             **({"on_blocks": True} if self._on_blocks else {}),
         }
 

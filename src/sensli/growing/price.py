@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from sensli.modules import checks
+from sensli.surgery.warmup import has_step_hooks
 
 # Steps of training that measuring a batch stands for: a forward and a backward pass, and sums of gradients.
 _BATCH = 1.5
@@ -32,7 +33,7 @@ def check_share(value: float | str | None) -> float | str | None:
 class CheckPrice:
     """How many steps of training there have been, and how many batches the checks have taken.
 
-    A batch of a check is taken for one of training. The first of the optimizers counts: the others step beside it.
+    A batch of a check is taken for one of training. Of several optimizers the one counts that takes most steps.
 
     Args:
         limit: The largest share of the steps that checks may take, "auto" for 2 % and 160 batches more, or None for no limit.
@@ -46,22 +47,23 @@ class CheckPrice:
         self.losses = 0  # batches of which only the loss was taken
         self.last: int | None = None  # batches of the last check
         self.skipped = 0  # calls since then
-        self.counting = False  # steps
-        self.used = self.share is not None  # whether there is something to save
-        if self.used:
-            self.count_steps(optimizers)
+        self._optimizers = tuple(optimizers)
+        self._most = 0  # steps of any of them
+        self._count_steps()
 
-    def count_steps(self, optimizers: Sequence[Optimizer]) -> None:
-        """Count the steps from now on, if nobody does."""
-        if not self.counting and optimizers and hasattr(optimizers[0], "register_step_post_hook"):
-            own, self.counting, self.used = weakref.ref(self), True, True
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy counts the steps of the copies."""
+        self.__dict__.update(state)
+        self._count_steps()
 
-            def count(*_: Any) -> None:
-                price = own()
-                if price is not None:
-                    price.steps += 1
-
-            weakref.finalize(self, optimizers[0].register_step_post_hook(count).remove)
+    def _count_steps(self) -> None:
+        for optimizer in filter(has_step_hooks, self._optimizers):
+            count = _StepCount(weakref.ref(self), self._most)
+            for handle in (
+                optimizer.register_step_pre_hook(count.begin),
+                optimizer.register_step_post_hook(count.end),
+            ):
+                weakref.finalize(self, handle.remove)
 
     def affordable(self, batches: Iterable[Any]) -> int | None:
         """How many batches a check may take now: None for all of them, 0 for a check that must wait."""
@@ -93,8 +95,8 @@ class CheckPrice:
         return _CountedBatches(self, batches, most)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; empty where nothing is counted."""
-        return {} if not self.used else {name: getattr(self, name) for name in _STATE}
+        """Plain data; empty where nothing was counted."""
+        return {} if self.share is None and not self.steps else {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. A state of a Grower without a limit has nothing of it. Raises ValueError if it is damaged."""
@@ -106,6 +108,25 @@ class CheckPrice:
             raise ValueError(f"the counts of steps and of batches are {state!r}")
         for name, value in found.items():
             setattr(self, name, value)
+
+
+class _StepCount:
+    """Counts the steps of one optimizer. A class that calls the step of its parent begins twice and ends twice."""
+
+    def __init__(self, price: weakref.ref[CheckPrice], steps: int) -> None:
+        self._price, self._steps, self._begun = price, steps, False
+
+    def begin(self, *_: Any) -> None:
+        self._begun = True
+
+    def end(self, *_: Any) -> None:
+        price = self._price()
+        if price is not None and self._begun:
+            self._begun = False
+            self._steps += 1
+            if self._steps > price._most:
+                price._most = self._steps
+                price.steps += 1
 
 
 class _CountedBatches:

@@ -156,10 +156,6 @@ class Saturating(Trigger):
     def needs_metric(self) -> bool:
         return True
 
-    @property
-    def needs_steps(self) -> bool:
-        return self.steps > 0
-
     def fires(self, context: TriggerContext) -> bool:
         if context.metric is None:
             raise ValueError("Saturating needs a metric: call grower.step(loader, loss_fn, metric=loss).")

@@ -28,7 +28,7 @@ class TriggerContext:
             when asked for.
         what: What grows: ``"layers"``, ``"units"``, ``"both"`` or ``"uniform"``.
         merit: What was measured of the site that a trigger is asked about. None before the measurement.
-        steps: How many steps the optimizer has taken since the Grower was made. None where nobody counts them.
+        steps: How many steps the optimizer has taken since the Grower was made. None where it tells nobody of them.
     """
 
     call: int
@@ -49,11 +49,6 @@ class Trigger:
     @property
     def needs_metric(self) -> bool:
         """Whether every call must bring a metric. Callbacks refuse such a trigger without ``monitor=``."""
-        return False
-
-    @property
-    def needs_steps(self) -> bool:
-        """Whether the steps of the optimizer must be counted for it."""
         return False
 
     def fires(self, context: TriggerContext) -> bool:
@@ -162,10 +157,6 @@ class _Pair(Trigger):
     @property
     def needs_metric(self) -> bool:
         return self.left.needs_metric or self.right.needs_metric
-
-    @property
-    def needs_steps(self) -> bool:
-        return self.left.needs_steps or self.right.needs_steps
 
     @property
     def _sides(self) -> list[Trigger]:

@@ -18,6 +18,7 @@ from sensli.checkpoint.states import arrange, follow_groups, freeze, frozen_in, 
 from sensli.errors import SensliError, UnsupportedModel
 from sensli.growing.grower import Grower
 from sensli.growing.options import Trial
+from sensli.growing.price import CheckPrice
 from sensli.integrations import callback, missing_library
 from sensli.integrations.callback import GrowingCallback, Update, standing_in
 from sensli.modules import random_state
@@ -178,6 +179,7 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         watch_steps(trainer.optimizers)  # after Lightning has loaded their states
+        self._early: CheckPrice | None = CheckPrice(None, trainer.optimizers)  # counts steps until there is a Grower
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Once after a resume. Each process draws its own numbers, and a checkpoint has those of the first one only.
@@ -260,6 +262,9 @@ class GrowthCallback(GrowingCallback, Callback):  # type: ignore[misc, unused-ig
             self.grower = self._make_grower(model, trainer.optimizers, self._schedulers, (self._example, 0), trial)
             if self._resumed is not None:
                 self.grower.load_state_dict(self._resumed["grower"])
+            if self._early is not None:
+                self.grower.add_steps(self._early.steps)
+                self._early = None
         return self.grower
 
     def _metric(self, trainer: Trainer) -> float | None:

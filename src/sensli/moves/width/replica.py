@@ -25,7 +25,15 @@ from sensli.modules import random_state
 from sensli.modules.copies import copied_block, made_by, without_saving
 from sensli.modules.engines.fsdp import reshard, unsharded_copy
 from sensli.modules.grown import WideAttention, holder_of
-from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, map_tensors, tensors, whole_tensor
+from sensli.modules.running import (
+    autocast_of_now,
+    first_tensor,
+    hold_buffers,
+    let_memory_through,
+    map_tensors,
+    tensors,
+    whole_tensor,
+)
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
 from sensli.moves.roles import ConvRole, Role, map_of, role_of
@@ -211,6 +219,7 @@ class Replica:
         self._givers: dict[str, nn.Module] = {}  # layers that make units: the module whose call gives what they make
         self._copy: nn.Module | None = None
         self._made = False  # whether the copy runs the candidates
+        self._takes_gradients = False  # whether the model's code does, as far as it is known
         self._readers: tuple[str, ...] = ()
         self._pairs: list[tuple[nn.Module, nn.Module]] = []  # parts of the copy and of the model
         self._sharded = False
@@ -370,8 +379,15 @@ class Replica:
         for mine, its in self._pairs:
             mine.training = its.training
         now = random_state.capture()  # on all devices: a model may draw on several
+        unless, put_back, runs = self._takes_gradients, hold_buffers(self._copy), 0
+        unless = unless or any(isinstance(asked, float) for _, _, asked in self._widths)
 
         def once() -> None:
+            nonlocal runs
+            runs += 1
+            if runs > 1:  # it is a copy that counts its passes as the model does
+                self._takes_gradients = True
+                put_back()
             self.read.clear()
             self._again.clear()
             self._zeros.clear()
@@ -381,7 +397,7 @@ class Replica:
         try:
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
             with passed.autocast(), torch.enable_grad():
-                without_saving(once, unless=any(isinstance(asked, float) for _, _, asked in self._widths))
+                without_saving(once, unless=unless)
             self._check_calls()
             self._hooks.check()
         except MeasurementError:

@@ -9,6 +9,7 @@ import hashlib
 import os
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,9 +52,9 @@ def load_sources(folder: Path | None, seed: int) -> TaskData:
     return split_windows(windows, HELD, digest)
 
 
-_STACK = {"strategy": "stack"}
+_STACK: dict[str, Any] = {"strategy": "stack"}
 _TRIED = (5, 10, 15, 20, 25, 30, 40)
-_TWIN = {"what": "layers", "form": "twin", "select": "last"}
+_TWIN: dict[str, Any] = {"what": "layers", "form": "twin", "select": "last"}
 
 ARMS = (
     at_shares("stack", "the whole stack twice, two times", 5, 15, **_STACK),

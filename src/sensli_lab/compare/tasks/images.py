@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ RESNET = replace(
 
 # ---- All images of CIFAR-10 but those that decide, for a budget at which the smallest network is not the best one at the end.
 
-_WIDTHS = {"what": "uniform", "units": 0.5}
+_WIDTHS: dict[str, Any] = {"what": "uniform", "units": 0.5}
 _SLOWLY = "as uniform, the updates of new channels warm up for 200 steps"
 
 CIFAR = replace(

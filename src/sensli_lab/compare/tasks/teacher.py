@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ TEACHER = Task(
     counts_errors=False,
 )
 
-_UNITS = {"what": "units", "select": "largest"}
+_UNITS: dict[str, Any] = {"what": "units", "select": "largest"}
 _ONE = "a unit where its merit is largest, five times"
 _SLOWLY = "as units, the updates of new units warm up for 100 steps"
 
