@@ -46,7 +46,7 @@ SEEDS = {
     "sources, middle": 2,
     "sources, short": 2,
 }
-BLOCKS = ("sources", "sources, middle", "sources, short")  # the tasks with a stack of blocks
+BLOCKS = ("sources, short", "sources, middle", "sources")  # the tasks with a stack of blocks
 # Of their fixed sizes: factors on the learning rate, chosen on seed 1010 from a quarter, a half, one, two and four for each budget.
 _SHORT = {"middle": 0.5, "deep": 0.5, "large": 0.25}
 _MIDDLE = {"large": 0.25}
@@ -160,7 +160,7 @@ WHEN: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
         partial(Saturating, share, calls=16, apart=apart, steps=steps),
         _STACK,
     )
-    for share, apart, steps in ((0.2, 2, 1000), (0.2, 2, 0), (0.2, 1, 0), (0.4, 2, 0), (0.4, 1, 0))
+    for share, apart, steps in ((0.2, 2, 0), (0.2, 2, 1000), (0.2, 1, 1000), (0.3, 1, 1000), (0.4, 2, 1000), (0.4, 1, 1000))
 }
 
 

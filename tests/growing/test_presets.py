@@ -296,7 +296,7 @@ def test_a_stack_of_blocks_doubles_when_it_has_learned_what_it_can() -> None:
     one = on_blocks(log=lambda look: told.append(str(look)))
     steps(one, 1000)
     flat(one, 15)
-    assert not one.history and "strategy='stack', what='layers', trigger=(Saturating(0.2, calls=16" in repr(one)
+    assert not one.history and "strategy='stack', what='layers', trigger=(Saturating(0.4, calls=16" in repr(one)
     flat(one, 1)
     assert len(one.model.blocks) == 4 and len(one.history) == 1 and "each of 2 blocks" in str(one.history[0].site)
     assert told[0].startswith("preset='auto': strategy='stack'") and "the function is not kept" in told[0]

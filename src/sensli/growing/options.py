@@ -352,7 +352,7 @@ def default_trigger(preset: str, strategy: str | Strategy) -> Trigger:
         )
     kind = strategy_class(strategy) if isinstance(strategy, str) else strategy
     often = Pays() | Diminishing() if kind.shares else Diminishing()
-    return (Saturating(0.2, calls=16, steps=STEPS) if strategy == "stack" else often & Spaced()) & Limit(factor=MOST)
+    return (Saturating(0.4, calls=16, steps=STEPS) if strategy == "stack" else often & Spaced()) & Limit(factor=MOST)
 
 
 @dataclass(frozen=True, kw_only=True)

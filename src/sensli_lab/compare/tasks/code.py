@@ -91,7 +91,7 @@ _HALF = (
     "stack-5-15", "stack-10-25", "stack-10-40", "stack-20-40", "stack-30-60", "once-20", "once-40", "twin-10-25", "least-10-25",
     "uniform-5-10-15-25", "stack-saturating",
 )  # fmt: skip
-_TWICE = ("small", "middle", "deep", "once-5", "once-75")
+_TWICE = ("small", "middle", "deep", "once-5", "once-75", "tried-5-10-15-20-25-30-40")
 
 CODE = Task(
     name="code",
