@@ -14,6 +14,8 @@ from experiments import COMPARED
 from sensli import Grower
 from sensli_lab.compare.front import end_costs
 from sensli_lab.compare.jobs import Run
+from sensli_lab.compare.tasks.code import CODE
+from sensli_lab.work.statistics import interval
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -95,11 +97,29 @@ def test_the_figures_of_long_budgets_are_those_of_the_stored_runs() -> None:
     means = {name: sum(run.test_loss for run in own.values()) / len(own) for name, own in runs[1.0].items()}
     page = (ROOT / "docs/results/long-budgets.md").read_text()
     assert all(f"| {mean:.3f}" in page or f"**{mean:.3f}**" in page for mean in means.values())
-    fixed = {name: mean for name, mean in means.items() if name != "default"}
+    fixed = {name: mean for name, mean in means.items() if name in CODE.sizes}
     best = min(fixed, key=lambda name: fixed[name])
     assert all(run.test_loss < runs[1.0][best][seed].test_loss for seed, run in runs[1.0]["default"].items())
-    cost, large = (end_costs(runs, other)[0] for other in (best, "large"))
+    below = interval([run.test_loss - runs[1.0][best][seed].test_loss for seed, run in runs[1.0]["default"].items()])
+    assert f"[{below.low:.3f}, {below.high:.3f}], is below zero" in page and below.high < 0
+    (cost, early), (large, _) = (end_costs(runs, other) for other in (best, "large"))
     assert f"needed {cost} of the FLOPs" in README and str(large) == "at most 0.50 [0.50, 0.50]"
+    assert f"**It needs {cost} of the FLOPs**" in page and f"(`stack-10-25`) needs {early} of them" in page
+
+
+def test_the_tables_of_mechanisms_are_those_of_the_stored_runs() -> None:
+    stored = json.loads((ROOT / "docs/compare/long/mechanisms.json").read_text())
+    page = (ROOT / "docs/results/long-budgets.md").read_text()
+    seen = set()
+    for name, words, *cells in re.findall(r"^\| `([\w-]+)` \| (.+?) \| (.+) \| (.+) \| (.+) \| (.+) \|$", page, re.M):
+        run, best = stored[name], stored["middle"]["test"]
+        less = interval([loss - best[seed] for seed, loss in run["test"].items()])
+        difference = f"**{less.mean:+.3f}**" if less.high < 0 else f"{less.mean:+.3f}"
+        mean = statistics.mean(run["test"].values())
+        assert words and cells == [f"{run['rate']:g}", f"{mean:.3f}", difference, f"{less.half:.3f}"], name
+        assert run["rate"] == CODE.rates.get(name, 1.0) and len(run["test"]) == 3, name
+        seen.add(name)
+    assert seen == {*(arm.name for arm in CODE.arms), "default"}
 
 
 def test_the_table_of_other_methods_is_that_of_the_stored_runs() -> None:

@@ -59,11 +59,8 @@ class CheckPrice:
     def _count_steps(self) -> None:
         for optimizer in filter(has_step_hooks, self._optimizers):
             count = _StepCount(weakref.ref(self), self._most)
-            for handle in (
-                optimizer.register_step_pre_hook(count.begin),
-                optimizer.register_step_post_hook(count.end),
-            ):
-                weakref.finalize(self, handle.remove)
+            weakref.finalize(self, optimizer.register_step_pre_hook(count.begin).remove)
+            weakref.finalize(self, optimizer.register_step_post_hook(count.end).remove)
 
     def affordable(self, batches: Iterable[Any]) -> int | None:
         """How many batches a check may take now: None for all of them, 0 for a check that must wait."""

@@ -332,3 +332,17 @@ def without_saving(work: Callable[[], T], *, unless: bool = False) -> T:
                 raise
     with saved_tensors_hooks(lambda value: value, lambda value: value):
         return work()
+
+
+def hold_buffers(model: nn.Module) -> Callable[[], None]:
+    """How to put back what a pass of a copy changes in its buffers."""
+    held = [
+        (module, {name: None if one is None else one.detach().clone() for name, one in module._buffers.items()})
+        for module in model.modules()
+    ]
+
+    def put_back() -> None:
+        for module, buffers in held:
+            module._buffers.update({name: None if one is None else one.clone() for name, one in buffers.items()})
+
+    return put_back

@@ -188,20 +188,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
                         buffer.copy_(values)
 
 
-def hold_buffers(model: nn.Module) -> Callable[[], None]:
-    """How to put back what a pass of a copy changes in its buffers."""
-    held = [
-        (module, {name: None if one is None else one.detach().clone() for name, one in module._buffers.items()})
-        for module in model.modules()
-    ]
-
-    def put_back() -> None:
-        for module, buffers in held:
-            module._buffers.update({name: None if one is None else one.clone() for name, one in buffers.items()})
-
-    return put_back
-
-
 @contextmanager
 def gradients_kept(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Gradients are put back when the context ends: the user's code may call ``backward()``. Inside there are none: nothing is copied."""

@@ -22,18 +22,10 @@ from torch import Tensor, nn
 
 from sensli.errors import MeasurementError
 from sensli.modules import random_state
-from sensli.modules.copies import copied_block, made_by, without_saving
+from sensli.modules.copies import copied_block, hold_buffers, made_by, without_saving
 from sensli.modules.engines.fsdp import reshard, unsharded_copy
 from sensli.modules.grown import WideAttention, holder_of
-from sensli.modules.running import (
-    autocast_of_now,
-    first_tensor,
-    hold_buffers,
-    let_memory_through,
-    map_tensors,
-    tensors,
-    whole_tensor,
-)
+from sensli.modules.running import autocast_of_now, first_tensor, let_memory_through, map_tensors, tensors, whole_tensor
 from sensli.modules.wrappers import is_sharded
 from sensli.moves.point import is_transformed
 from sensli.moves.roles import ConvRole, Role, map_of, role_of
