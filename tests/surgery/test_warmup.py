@@ -35,6 +35,7 @@ from sensli import (
     undo,
 )
 from sensli.errors import CheckpointError, OptimizerError
+from sensli.growing.price import _StepCount
 from sensli.moves.stacking import find_stack_copies
 from sensli.surgery.optimizers import WARMING, is_copy, unwrap_optimizer
 
@@ -111,7 +112,8 @@ def noted(optimizer: Any) -> list[dict[str, Any]]:
 
 def hooks(optimizer: Any) -> int:
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_post_hooks")
-    return sum(len(getattr(unwrap_optimizer(optimizer), name)) for name in names)
+    found = (hook for name in names for hook in getattr(unwrap_optimizer(optimizer), name).values())
+    return sum(not isinstance(getattr(hook, "__self__", None), _StepCount) for hook in found)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
