@@ -155,12 +155,14 @@ WAYS: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
     "all alike, a half, near its end": (_near_its_end, {"what": "uniform", "units": 0.5}),
 }
 _STACK = {"strategy": "stack", "order": "interleave"}
+# Share, apart and steps.
+_ASKED = ((0.2, 2, 0), (0.2, 2, 1000), (0.2, 1, 1000), (0.3, 1, 1000), (0.4, 2, 1000), (0.4, 1, 1000))
 WHEN: dict[str, tuple[Callable[[], Trigger], dict[str, Any]]] = {
     f"{share:g}, apart {apart:g}{f', after {steps:,} steps' if steps else ''}": (
         partial(Saturating, share, calls=16, apart=apart, steps=steps),
         _STACK,
     )
-    for share, apart, steps in ((0.2, 2, 0), (0.2, 2, 1000), (0.2, 1, 1000), (0.3, 1, 1000), (0.4, 2, 1000), (0.4, 1, 1000))
+    for share, apart, steps in _ASKED
 }
 
 
