@@ -342,9 +342,8 @@ class Call:
     def _context(self) -> TriggerContext:
         """What triggers and strategies are told, as it is now."""
         return TriggerContext(
-            self.number, self.watched, self.history.additions, self.sizes, self.options.what,
-            steps=self.steps,
-        )  # fmt: skip
+            self.number, self.watched, self.history.additions, self.sizes, self.options.what, steps=self.steps
+        )
 
 
 # ---- The state of a Grower: remembered in case a step fails, and read from a checkpoint, checked before anything is

@@ -371,8 +371,8 @@ class Replica:
         for mine, its in self._pairs:
             mine.training = its.training
         now = random_state.capture()  # on all devices: a model may draw on several
-        unless, put_back, runs = self._takes_gradients, hold_buffers(self._copy), 0
-        unless = unless or any(isinstance(asked, float) for _, _, asked in self._widths)
+        saves = self._takes_gradients or any(isinstance(asked, float) for _, _, asked in self._widths)
+        put_back, runs = hold_buffers(self._copy), 0
 
         def once() -> None:
             nonlocal runs
@@ -389,7 +389,7 @@ class Replica:
         try:
             # With gradients: without, torch's TransformerEncoderLayer reads weights instead of calling its modules in eval mode.
             with passed.autocast(), torch.enable_grad():
-                without_saving(once, unless=unless)
+                without_saving(once, unless=saves)
             self._check_calls()
             self._hooks.check()
         except MeasurementError:
